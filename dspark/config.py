@@ -1,0 +1,147 @@
+"""Settings: frozen dataclasses with one place for each default, read from YAML; unknown keys are errors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from dspark.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+VERIFICATIONS = ("rejection", "block", "coupled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """How drafts are made and checked."""
+
+    num_draft_tokens: int = 5  # at most this many drafted tokens a round (gamma in the paper); 0: plain decoding
+    verification: str = "rejection"  # for unseeded requests; a request that names a seed gets "coupled"
+
+    def __post_init__(self) -> None:
+        _require_at_least("speculation.num_draft_tokens", self.num_draft_tokens, 0)
+        _require_one_of("speculation.verification", self.verification, VERIFICATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingConfig:
+    """How many requests share a step."""
+
+    max_size: int = 64  # running requests at most
+    max_batch_tokens: int = 512  # tokens of one target pass at most; longer prompts are prefilled in chunks
+
+    def __post_init__(self) -> None:
+        _require_at_least("batching.max_size", self.max_size, 1)
+        _require_at_least("batching.max_batch_tokens", self.max_batch_tokens, 16)
+        if self.max_batch_tokens < self.max_size:
+            raise ConfigError(
+                f"batching.max_batch_tokens ({self.max_batch_tokens}) is below batching.max_size "
+                f"({self.max_size}): each running request needs one token a step; raise it or lower max_size"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    page_size: int = 16  # tokens per page
+    num_tokens: int | None = None  # capacity in tokens; None: max_size requests of 1024 tokens, at most 2 GiB
+    prefix_caching: bool = True  # reuse the KV of prompts that begin alike
+
+    def __post_init__(self) -> None:
+        _require_at_least("cache.page_size", self.page_size, 1)
+        if self.num_tokens is not None:
+            _require_at_least("cache.num_tokens", self.num_tokens, self.page_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine needs to start."""
+
+    model: str = DEFAULT_MODEL  # "smollm2-135m", a local folder, a GGUF file or a hub id
+    drafter: str = "ngram"  # "none", "ngram", or a smaller model of the same vocabulary (folder, GGUF or hub id)
+    dtype: str = "auto"  # "auto" is float32 on CPU, the checkpoint's own type elsewhere
+    device: str = "cpu"  # a torch device
+    num_threads: int | None = None  # CPU threads of the forward pass; None: torch's choice
+    max_model_len: int | None = None  # prompt plus output; None: what the model allows
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+    def __post_init__(self) -> None:
+        _require_one_of("dtype", self.dtype, DTYPES)
+        if self.num_threads is not None:
+            _require_at_least("num_threads", self.num_threads, 1)
+        if self.max_model_len is not None:
+            _require_at_least("max_model_len", self.max_model_len, 2)
+
+
+def load_engine_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> EngineConfig:
+    """Read a YAML file and lay `overrides` (nested like the file) over it. Raises `ConfigError`."""
+    try:
+        settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not {type(settings).__name__}")
+    return engine_config_from(_merged(settings, overrides or {}))
+
+
+def engine_config_from(settings: Mapping[str, Any]) -> EngineConfig:
+    """Build the configuration from nested mappings. Raises `ConfigError` naming an unknown key and the nearest one."""
+    return _build(EngineConfig, settings, prefix="")
+
+
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in overrides.items():
+        inner = merged.get(key)
+        if isinstance(value, Mapping):
+            merged[key] = _merged(inner if isinstance(inner, Mapping) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _build(cls: Any, settings: Mapping[str, Any], *, prefix: str) -> Any:
+    types = get_type_hints(cls)
+    names = [f.name for f in fields(cls)]
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(names)}"
+            raise ConfigError(f"unknown setting {prefix}{key}; {hint}")
+        if is_dataclass(types[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{prefix}{key} ({value!r}) must be a mapping of settings")
+            value = _build(types[key], value, prefix=f"{prefix}{key}.")
+        else:
+            _require_type(f"{prefix}{key}", value, types[key])
+        values[key] = value
+    return cls(**values)
+
+
+def _require_type(name: str, value: Any, expected: Any) -> None:
+    allowed = getattr(expected, "__args__", (expected,))
+    if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, allowed):
+        wanted = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
+        raise ConfigError(f"{name} ({value!r}) must be {wanted}, not {type(value).__name__}")
+
+
+def _require_at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name} ({value}) must be at least {low}")
+
+
+def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} ({value!r}) must be one of {', '.join(choices)}")

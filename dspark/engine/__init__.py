@@ -1,0 +1,1 @@
+"""The one loop: schedule, target forward, verify, commit, output, draft."""

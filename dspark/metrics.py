@@ -1,0 +1,105 @@
+"""Counters and histograms of one engine as Prometheus metrics: our `dspark:*` names beside those graphed for vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dspark.request import FinishReason, RequestOutput
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+STEP_PHASES = ("schedule", "forward", "verify", "output", "draft")
+
+
+class EngineMetrics:
+    """All metrics of one engine in a registry of their own, so that several engines can live in one process."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+
+        self.num_running = self._gauge("vllm:num_requests_running", "Requests in the batch.")
+        self.num_waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for a place.")
+        self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use (1 is full).")
+        self.ttft_s = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
+        self.e2e_latency_s = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
+        self.tpot_s = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Seconds per token after the first, per request."
+        )
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens emitted.")
+        self.prefix_cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self.prefix_cache_hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found.")
+        self.num_preemptions = self._counter("vllm:num_preemptions", "Requests sent back to the queue for pages.")
+
+        self.num_rounds = self._counter("vllm:spec_decode_num_drafts", "Verification rounds with a draft.")
+        self.num_verified = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens checked.")
+        self.num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
+        self._accepted_per_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens accepted, by position in the block.",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
+        self.num_drafted = self._counter("dspark:drafted_tokens", "Tokens proposed, verified or not.")
+        self.num_emitted = self._counter("dspark:round_emitted_tokens", "Tokens emitted by rounds with a draft.")
+        self._verified_per_position = Counter(
+            "dspark:verified_tokens_per_pos",
+            "Drafted tokens checked, by position in the block.",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
+        self._step_s = Counter(
+            "dspark:step_seconds",
+            "Seconds spent in engine steps, by phase.",
+            ["model_name", "phase"],
+            registry=self.registry,
+        )
+        self.num_steps = self._counter("dspark:steps", "Engine steps.")
+        self.batch_tokens = self._histogram("dspark:batch_tokens", "Tokens per target pass.", LENGTH_BUCKETS)
+        self._requests = Counter(
+            "vllm:request_success",
+            "Requests ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        for reason in FinishReason:  # export zeros from the start, so that rates are right
+            self._requests.labels(model_name, reason.value)
+
+    def observe_round(self, *, num_verified: int, num_accepted: int, num_emitted: int) -> None:
+        """Count one verification round of one request that had a draft."""
+        self.num_rounds.inc()
+        self.num_verified.inc(num_verified)
+        self.num_accepted.inc(num_accepted)
+        self.num_emitted.inc(num_emitted)
+        for position in range(num_verified):
+            self._verified_per_position.labels(self._model_name, str(position)).inc()
+        for position in range(num_accepted):
+            self._accepted_per_position.labels(self._model_name, str(position)).inc()
+
+    def observe_step(self, phase_s: dict[str, float], num_tokens: int) -> None:
+        """Count one step: seconds by phase (`STEP_PHASES`) and the tokens in its target pass."""
+        self.num_steps.inc()
+        self.batch_tokens.observe(num_tokens)
+        for phase, seconds in phase_s.items():
+            self._step_s.labels(self._model_name, phase).inc(seconds)
+
+    def observe_finish(self, output: RequestOutput, *, e2e_s: float, tpot_s: float | None) -> None:
+        """Count one ended request."""
+        assert output.finish_reason is not None
+        self._requests.labels(self._model_name, output.finish_reason.value).inc()
+        self.e2e_latency_s.observe(e2e_s)
+        if tpot_s is not None:
+            self.tpot_s.observe(tpot_s)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = LATENCY_BUCKETS) -> Histogram:
+        histogram = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
+        return histogram.labels(self._model_name)

@@ -1,0 +1,1 @@
+"""The algorithms of speculative decoding: sampling, proposers, verification. Knows nothing of the engine."""

@@ -1,0 +1,55 @@
+"""What passes between the engine and a proposer: the context of one request, and the draft made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from dspark.request import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftContext:
+    """What a proposer may know of one running request. The lists belong to the engine: read, never write."""
+
+    request_id: str
+    token_ids: Sequence[int]  # committed tokens; the last one is the anchor
+    sampling: SamplingParams
+    seed: int  # of the request's keyed noise
+    is_coupled: bool  # draw proposals from the target's own noise (coupled verification)
+    num_draft_tokens: int  # propose at most this many, at least 1
+    page_ids: Sequence[int]  # covers len(token_ids) + num_draft_tokens positions
+    page_serials: Sequence[int]  # [len(page_ids)] changes whenever the page gets a new owner and content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Tokens proposed after the anchor of one request; empty `token_ids` means no proposal."""
+
+    token_ids: list[int]
+    probs: Tensor | None = None  # [k, V] float32, the very vectors that were sampled; None: deterministic (one-hot)
+
+    def prefix(self, length: int) -> Draft:
+        """Return the first `length` proposals."""
+        probs = None if self.probs is None else self.probs[:length]
+        return Draft(token_ids=self.token_ids[:length], probs=probs)
+
+
+NO_DRAFT = Draft(token_ids=[])
+
+
+class Proposer(Protocol):
+    """Makes drafts for all running requests in one call. Any state of a request is keyed by its id."""
+
+    name: str
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        """Return one draft per context, in order, each at most `num_draft_tokens` long."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that finished, was aborted or was preempted; unknown ids are harmless."""
+        ...
