@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from dspark.errors import ConfigError
+from dspark.request import MAX_DRAFT_TOKENS
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -26,6 +27,10 @@ class SpeculationConfig:
 
     def __post_init__(self) -> None:
         _require_at_least("speculation.num_draft_tokens", self.num_draft_tokens, 0)
+        if self.num_draft_tokens > MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                f"speculation.num_draft_tokens ({self.num_draft_tokens}) must be at most {MAX_DRAFT_TOKENS}"
+            )
         _require_one_of("speculation.verification", self.verification, VERIFICATIONS)
 
 
@@ -34,7 +39,7 @@ class BatchingConfig:
     """How many requests share a step."""
 
     max_size: int = 64  # running requests at most
-    max_batch_tokens: int = 512  # tokens of one target pass at most; longer prompts are prefilled in chunks
+    max_batch_tokens: int = 256  # tokens of one target pass at most; longer prompts are prefilled in chunks
 
     def __post_init__(self) -> None:
         _require_at_least("batching.max_size", self.max_size, 1)

@@ -44,6 +44,7 @@ class EngineMetrics:
             registry=self.registry,
         )
         self.num_drafted = self._counter("dspark:drafted_tokens", "Tokens proposed, verified or not.")
+        self.num_drafter_failures = self._counter("dspark:drafter_failures", "Drafting passes that raised.")
         self.num_emitted = self._counter("dspark:round_emitted_tokens", "Tokens emitted by rounds with a draft.")
         self._verified_per_position = Counter(
             "dspark:verified_tokens_per_pos",
@@ -85,6 +86,14 @@ class EngineMetrics:
         self.batch_tokens.observe(num_tokens)
         for phase, seconds in phase_s.items():
             self._step_s.labels(self._model_name, phase).inc(seconds)
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Return the seconds spent so far in each phase of `STEP_PHASES`."""
+        labels = {"model_name": self._model_name}
+        return {
+            phase: self.registry.get_sample_value("dspark:step_seconds_total", {**labels, "phase": phase}) or 0.0
+            for phase in STEP_PHASES
+        }
 
     def observe_finish(self, output: RequestOutput, *, e2e_s: float, tpot_s: float | None) -> None:
         """Count one ended request."""

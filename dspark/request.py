@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Integral, Real
 
@@ -15,6 +15,7 @@ from dspark.errors import RequestError
 GREEDY_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
+MAX_DRAFT_TOKENS = 64  # no drafter is trained for more, and a round's cost grows with it
 
 
 class FinishReason(StrEnum):
@@ -42,7 +43,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    num_draft_tokens: int | None = None  # per-request cap on drafted tokens a round; 0 is plain decoding
+    num_draft_tokens: int | None = None  # drafted tokens a round at most, in place of the engine's; 0: plain decoding
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -56,7 +57,7 @@ class SamplingParams:
         _check_integer("seed", self.seed, low=-MAX_SEED, high=MAX_SEED)
         _check_integer("max_tokens", self.max_tokens, low=1)
         _check_integer("min_tokens", self.min_tokens, low=0)
-        _check_integer("num_draft_tokens", self.num_draft_tokens, low=0)
+        _check_integer("num_draft_tokens", self.num_draft_tokens, low=0, high=MAX_DRAFT_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens}); lower min_tokens",
@@ -122,6 +123,10 @@ class SpeculationStats:
     def acceptance_rate(self) -> float:
         """Accepted share of the verified tokens, bonus token excluded; 0 when none was verified."""
         return self.num_accepted / self.num_verified if self.num_verified else 0.0
+
+    def plus(self, other: SpeculationStats) -> SpeculationStats:
+        """Return the counts of both together."""
+        return SpeculationStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 @dataclass(kw_only=True)

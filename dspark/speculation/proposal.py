@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from dspark.request import SamplingParams
+
+if TYPE_CHECKING:  # the engine's policy (scheduler, sequence) runs without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

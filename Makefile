@@ -1,0 +1,41 @@
+# Two commands: `make serve` and `make test`. Both set everything up first; the second time that takes a second.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PORT ?= 8000
+ARGS ?=
+
+.PHONY: help setup serve test lint bench clean
+
+help:
+	@echo "make serve   serve the embedded model on 127.0.0.1:$(PORT)  (PORT=..., ARGS='--drafter none')"
+	@echo "make test    lint, type check and all tests"
+	@echo "make bench   measure drafters against plain decoding  (ARGS='--concurrency 1')"
+	@echo "make clean   remove the virtual environment and caches of tools"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dspark needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+serve: setup
+	$(BIN)/dspark serve --port $(PORT) $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/dspark fetch smollm2-135m
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/dspark bench --compare-transformers $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,251 @@
+"""The command line: `dspark serve | generate | bench | fetch`. A verb imports its room when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from dspark import __version__
+from dspark.config import DEFAULT_MODEL, DTYPES, VERIFICATIONS, EngineConfig, engine_config_from, load_engine_config
+from dspark.errors import DsparkError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+# flag -> where its value goes in the nested settings
+ENGINE_FLAGS: dict[str, tuple[str, ...]] = {
+    "model": ("model",),
+    "drafter": ("drafter",),
+    "dtype": ("dtype",),
+    "device": ("device",),
+    "threads": ("num_threads",),
+    "max_model_len": ("max_model_len",),
+    "num_draft_tokens": ("speculation", "num_draft_tokens"),
+    "verification": ("speculation", "verification"),
+    "max_batch_size": ("batching", "max_size"),
+    "max_batch_tokens": ("batching", "max_batch_tokens"),
+    "page_size": ("cache", "page_size"),
+    "cache_tokens": ("cache", "num_tokens"),
+    "prefix_caching": ("cache", "prefix_caching"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return args.run(args)
+    except DsparkError as error:
+        print(f"dspark: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("dspark: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with all verbs."""
+    parser = argparse.ArgumentParser(
+        prog="dspark", description="Large language models answer faster without changing what they say."
+    )
+    parser.add_argument("--version", action="version", version=f"dspark {__version__}")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+    for add_verb in (_add_serve, _add_generate, _add_bench, _add_fetch):
+        add_verb(verbs)
+    return parser
+
+
+def _add_verb(verbs: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--log-level", default="info" if name == "serve" else "warning", choices=("debug", "info", "warning", "error"),
+        help="least severity that is logged",
+    )  # fmt: skip
+    return parser
+
+
+def _add_serve(verbs: Any) -> None:
+    parser = _add_verb(verbs, "serve", _serve, "Serve a model over an OpenAI-compatible HTTP API.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    parser.add_argument(
+        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="time running requests get to finish"
+    )
+    _add_engine_flags(parser)
+
+
+def _add_generate(verbs: Any) -> None:
+    parser = _add_verb(verbs, "generate", _generate, "Continue prompts, and say how fast and how well drafted.")
+    parser.add_argument("prompt", nargs="*", help="prompts; none, and no --prompts: read one from standard input")
+    parser.add_argument("--prompts", metavar="FILE", help="JSON lines with the key prompt or turns")
+    parser.add_argument("--chat", action="store_true", help="treat each prompt as a user's turn in a chat")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer at most")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus mass; 1 is off")
+    parser.add_argument("--top-k", type=int, default=0, help="most likely tokens kept; 0 is off")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least probability relative to the best; 0 is off")
+    parser.add_argument("--seed", type=int, help="reproduce exactly, whatever the drafter")
+    parser.add_argument("--stop", action="append", default=[], help="end at this text; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    _add_engine_flags(parser)
+
+
+def _add_bench(verbs: Any) -> None:
+    parser = _add_verb(
+        verbs, "bench", _bench,
+        "Measure drafters against plain decoding, interleaved in one run; a table, then one JSON line.",
+    )  # fmt: skip
+    parser.add_argument("--drafters", default="none,ngram", help="comma-separated, as for serve --drafter")
+    parser.add_argument("--concurrency", default="1,4,16", help="comma-separated numbers of requests at a time")
+    parser.add_argument(
+        "--prompts", metavar="SET", default="mixed",
+        help="mixed, repetitive (built in), or a file of JSON lines with the key prompt or turns",
+    )  # fmt: skip
+    parser.add_argument("--num-prompts", type=int, help="use the first N prompts only")
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens per answer at most")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, help="request i gets seed + i, so that sampled text can be compared")
+    parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts after the warm-up")
+    parser.add_argument("--compare-transformers", action="store_true", help="measure transformers.generate as well")
+    _add_engine_flags(parser, with_drafter=False)
+
+
+def _add_fetch(verbs: Any) -> None:
+    parser = _add_verb(verbs, "fetch", _fetch, "Download and convert a model ahead of its first use; print its folder.")
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve --model")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser, *, with_drafter: bool = True) -> None:
+    group = parser.add_argument_group("engine (flags win over --config)")
+    defaults = EngineConfig()
+
+    def add(flag: str, value: Any, text: str, **more: Any) -> None:
+        # The default stays out of the namespace, so that a flag not given does not hide the file's setting.
+        group.add_argument(flag, default=argparse.SUPPRESS, help=f"{text} (default: {value})", **more)
+
+    group.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="settings in YAML")
+    add("--model", defaults.model, "smollm2-135m, a folder, a GGUF file or a hub id")
+    if with_drafter:
+        add("--drafter", defaults.drafter, "none, ngram, or a smaller model of the same vocabulary")
+    add("--dtype", defaults.dtype, "type of weights and KV; auto is float32 on CPU", choices=DTYPES)
+    add("--device", defaults.device, "torch device")
+    add("--threads", "torch's choice", "CPU threads", type=int)
+    add("--max-model-len", "the model's", "prompt and output tokens at most", type=int)
+    add("--num-draft-tokens", defaults.speculation.num_draft_tokens, "drafted tokens a round at most", type=int)
+    add("--verification", defaults.speculation.verification, "rule for unseeded requests", choices=VERIFICATIONS)
+    add("--max-batch-size", defaults.batching.max_size, "running requests at most", type=int)
+    add("--max-batch-tokens", defaults.batching.max_batch_tokens, "tokens of one pass at most", type=int)
+    add("--page-size", defaults.cache.page_size, "tokens per KV page", type=int)
+    add("--cache-tokens", "from memory", "KV capacity in tokens", type=int)
+    group.add_argument(
+        "--no-prefix-caching", dest="prefix_caching", action="store_false", default=argparse.SUPPRESS,
+        help="compute every prompt from its start",
+    )  # fmt: skip
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Return the settings of --config with the given flags laid over them."""
+    settings: dict[str, Any] = {}
+    for flag, path in ENGINE_FLAGS.items():
+        if hasattr(args, flag):
+            place = settings
+            for key in path[:-1]:
+                place = place.setdefault(key, {})
+            place[path[-1]] = getattr(args, flag)
+    if hasattr(args, "config"):
+        return load_engine_config(args.config, settings)
+    return engine_config_from(settings)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from dspark.engine.build import load_engine
+    from dspark.serving.server import run_server
+
+    config = engine_config(args)
+    run_server(lambda: load_engine(config), host=args.host, port=args.port, shutdown_timeout_s=args.shutdown_timeout)
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from dspark.engine.build import load_engine
+    from dspark.engine.llm import LLM
+    from dspark.evaluation.prompts import PromptRecord, load_prompts
+    from dspark.request import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, seed=args.seed,
+        stop=tuple(args.stop), ignore_eos=args.ignore_eos, max_tokens=args.max_tokens,
+    )  # fmt: skip
+    config = engine_config(args)
+    records = load_prompts(args.prompts) if args.prompts else []
+    texts = args.prompt or ([] if records else [sys.stdin.read()])
+    records += [PromptRecord(turns=(text,)) if args.chat else PromptRecord(prompt=text) for text in texts]
+    llm = LLM.from_engine(load_engine(config))
+    prompts = [record.token_ids(llm.tokenizer) for record in records]
+    completions = llm.generate(prompts, sampling, show_progress=sys.stderr.isatty())
+    for completion in completions:
+        print(completion.text)
+    _print_speed(completions)
+    return 0
+
+
+def _print_speed(completions: Sequence[Any]) -> None:
+    from dspark.request import SpeculationStats
+
+    stats = SpeculationStats()
+    for completion in completions:
+        stats = stats.plus(completion.speculation)
+    num_tokens = sum(len(c.token_ids) for c in completions)
+    seconds = max(c.latency_s for c in completions)
+    print(
+        f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, accepted length {stats.accepted_length:.2f}, "
+        f"{stats.num_accepted} of {stats.num_verified} drafted tokens accepted]",
+        file=sys.stderr,
+    )
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dspark.evaluation.bench_offline import BenchConfig, print_report, run_bench
+    from dspark.evaluation.prompts import load_prompts
+
+    bench = BenchConfig(
+        drafters=tuple(args.drafters.split(",")),
+        concurrency=_integers("--concurrency", args.concurrency),
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        repeats=args.repeats,
+        seed=args.seed,
+        compare_transformers=args.compare_transformers,
+    )
+    prompts = load_prompts(args.prompts)[: args.num_prompts]
+    status = Console(stderr=True)
+    report = run_bench(engine_config(args), bench, prompts, progress=lambda line: status.print(line, highlight=False))
+    print_report(report, Console(width=None if sys.stdout.isatty() else 160))
+    return 0
+
+
+def _integers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise DsparkError(f"{flag} ({text}) must be whole numbers separated by commas, such as 1,4,16") from error
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    from dspark.models.model_source import resolve_model
+
+    print(resolve_model(args.model).path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Builds an engine from settings: resolves and loads the model, sizes the KV pool, makes the proposer."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from dspark.config import EngineConfig
+from dspark.engine.engine import Engine
+from dspark.engine.page_allocator import PageAllocator
+from dspark.engine.runner import Runner
+from dspark.errors import ConfigError
+from dspark.models.decoder import Decoder
+from dspark.models.kv_cache import num_bytes_per_token
+from dspark.models.model_source import ModelFolder, resolve_model
+from dspark.models.tokenizer import (
+    GenerationDefaults,
+    Tokenizer,
+    compare_vocabularies,
+    load_generation_defaults,
+    load_tokenizer,
+)
+from dspark.models.weights import load_decoder
+from dspark.speculation.draft_model import DraftModelProposer
+from dspark.speculation.ngram import NgramProposer
+from dspark.speculation.proposal import Proposer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TOKENS_PER_REQUEST = 1024
+DEFAULT_CACHE_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """Weights and text side of one model folder; several engines may share it."""
+
+    folder: ModelFolder
+    decoder: Decoder
+    tokenizer: Tokenizer
+    generation_defaults: GenerationDefaults
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Load everything `config` names and return an engine that is ready for requests.
+
+    Raises `ConfigError` for settings that do not fit, `CheckpointError` for a model that cannot be used.
+    """
+    return build_engine(load_model(config.model, config), config)
+
+
+def load_model(name: str, config: EngineConfig) -> LoadedModel:
+    """Load the weights and tokenizer of `name` in the dtype and on the device of `config`."""
+    device = _torch_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    folder = resolve_model(name)
+    decoder = load_decoder(folder.path, dtype=_torch_dtype(config.dtype, device), device=device)
+    return LoadedModel(
+        folder=folder,
+        decoder=decoder,
+        tokenizer=load_tokenizer(folder.path),
+        generation_defaults=load_generation_defaults(folder.path),
+    )
+
+
+def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
+    """Return an engine over a loaded model, with a KV pool and a proposer of its own."""
+    page_size = config.cache.page_size
+    max_model_len = _max_model_len(model.decoder, config)
+    num_pages = -(-_cache_tokens(model.decoder, max_model_len, config) // page_size)
+    runner = Runner(model.decoder, num_pages=num_pages, page_size=page_size)
+    return Engine(
+        runner=runner,
+        tokenizer=model.tokenizer,
+        allocator=PageAllocator(num_pages, page_size, prefix_caching=config.cache.prefix_caching),
+        vocab_size=model.decoder.config.vocab_size,
+        max_model_len=min(max_model_len, num_pages * page_size),
+        config=config,
+        generation_defaults=model.generation_defaults,
+        proposer=_make_proposer(model, num_pages, config),
+        model_name=model.folder.name,
+    )
+
+
+def _make_proposer(model: LoadedModel, num_pages: int, config: EngineConfig) -> Proposer | None:
+    if config.drafter == "none":
+        return None
+    if config.drafter == "ngram":
+        return NgramProposer()
+    drafter = load_model(config.drafter, config)
+    compare_vocabularies(model.tokenizer, drafter.tokenizer)
+    runner = Runner(drafter.decoder, num_pages=num_pages, page_size=config.cache.page_size)
+    return DraftModelProposer(
+        runner.execute,
+        vocab_size=model.decoder.config.vocab_size,
+        max_model_len=drafter.decoder.config.max_position,
+        num_pages=num_pages,
+        page_size=config.cache.page_size,
+    )
+
+
+def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
+    limit = decoder.config.max_position
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(f"max_model_len ({config.max_model_len}) exceeds what the model was made for ({limit})")
+    return config.max_model_len
+
+
+def _cache_tokens(decoder: Decoder, max_model_len: int, config: EngineConfig) -> int:
+    """Return the KV capacity in tokens: as configured, or a share of memory that holds at least one request."""
+    if config.cache.num_tokens is not None:
+        if config.cache.num_tokens < max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens, so requests are limited to that instead of %d",
+                config.cache.num_tokens,
+                max_model_len,
+            )
+        return config.cache.num_tokens
+    bytes_per_token = num_bytes_per_token(decoder.config, decoder.dtype)
+    wanted = config.batching.max_size * min(max_model_len, DEFAULT_TOKENS_PER_REQUEST)
+    return max(max_model_len, min(wanted, DEFAULT_CACHE_BYTES // bytes_per_token))
+
+
+def _torch_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device ({name!r}) cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _torch_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype

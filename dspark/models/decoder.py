@@ -1,0 +1,132 @@
+"""The decoder of every supported family: embedding, layers over the paged KV cache, final norm, output head.
+
+T tokens in the flattened batch, N rows of logits, D hidden size, V vocabulary. Families differ by `DecoderConfig` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.batch import ForwardBatch
+from dspark.models.attention import AttentionPlan, PagedAttention
+from dspark.models.kv_cache import KVCache
+from dspark.models.layers import GatedMlp, HeadNorm, PackedLinear, RMSNorm, Rotary, rotate
+from dspark.models.model_config import DecoderConfig
+
+EMBEDDING_TAP = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayer:
+    """The weights of one layer. Query and key rows are in rotary order (`layers.pair_rows`)."""
+
+    input_norm: RMSNorm
+    qkv: PackedLinear  # [H * Dh queries | KVH * Dh keys | KVH * Dh values]
+    head_norm: HeadNorm | None
+    output: PackedLinear
+    post_attention_norm: RMSNorm | None  # Gemma: on the attention's result, before it is added
+    mlp_norm: RMSNorm
+    mlp: GatedMlp
+    post_mlp_norm: RMSNorm | None  # Gemma
+
+
+class Decoder:
+    """A decoder with its weights. Run it under `torch.inference_mode()`."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        embedding: Tensor,  # [V, D]
+        layers: Sequence[DecoderLayer],
+        final_norm: RMSNorm,
+        head: PackedLinear,
+    ) -> None:
+        self.config = config
+        self.dtype = embedding.dtype
+        self.device = embedding.device
+        self._embedding = embedding
+        self._layers = list(layers)
+        self._final_norm = final_norm
+        self._head = head
+        self._rotary = {kind: Rotary(rotary, self.device) for kind, rotary in config.rotary.items()}
+        self._attention = PagedAttention(config)
+        # Gemma rounds its embedding factor to the weights' type.
+        self._embedding_scale = torch.tensor(config.embedding_scale).to(self.dtype).item()
+
+    def forward(
+        self, batch: ForwardBatch, kv_cache: KVCache, *, tapped_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run `batch`, writing its keys and values into `kv_cache` (on the decoder's device, of its dtype).
+
+        Returns the hidden states [T, D] after the final norm, and the taps [T, len(tapped_layers) * D] or None: tap k
+        is the output of layer k, -1 the embedding's output, in the order given. `embed` and `compute_logits` complete
+        the model.
+        """
+        config = self.config
+        assert all(EMBEDDING_TAP <= tap < config.num_layers for tap in tapped_layers), tuple(tapped_layers)
+        assert batch.page_size == kv_cache.page_size, (batch.page_size, kv_cache.page_size)
+        hidden = self.embed(batch.input_ids)
+        taps = hidden.new_empty((batch.num_tokens, len(tapped_layers), config.hidden_size)) if tapped_layers else None
+        self._tap(taps, tapped_layers, EMBEDDING_TAP, hidden)
+        phases = {kind: rotary.phases(batch.positions) for kind, rotary in self._rotary.items()}
+        plan = self._attention.plan(batch)
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(index, layer.input_norm(hidden), batch, kv_cache, plan, phases)
+            if layer.post_attention_norm is not None:
+                attended = layer.post_attention_norm(attended)
+            hidden.add_(attended)
+            transformed = layer.mlp(layer.mlp_norm(hidden))
+            if layer.post_mlp_norm is not None:
+                transformed = layer.post_mlp_norm(transformed)
+            hidden.add_(transformed)
+            self._tap(taps, tapped_layers, index, hidden)
+        return self._final_norm(hidden), None if taps is None else taps.flatten(1)
+
+    __call__ = forward
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, D] of `input_ids` [T], scaled as the family scales them; fresh memory."""
+        hidden = F.embedding(input_ids, self._embedding)
+        return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [N, V] of `hidden` [N, D], rows of `forward`'s first result."""
+        logits = self._head(hidden).float()
+        softcap = self.config.final_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+    def _attend(
+        self,
+        index: int,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        plan: AttentionPlan,
+        phases: dict[str, Tensor],
+    ) -> Tensor:
+        config = self.config
+        layer = self._layers[index]
+        num_rotated = config.num_heads + config.num_kv_heads
+        qkv = layer.qkv(hidden).view(batch.num_tokens, num_rotated + config.num_kv_heads, config.head_dim)
+        queries_keys = qkv[:, :num_rotated]
+        if layer.head_norm is not None:
+            queries_keys = layer.head_norm(queries_keys)
+        queries_keys = rotate(queries_keys, phases[config.layer_types[index]])
+        kv_cache.write(index, queries_keys[:, config.num_heads :], qkv[:, num_rotated:], batch.slot_mapping)
+        queries = queries_keys[:, : config.num_heads]
+        attended = plan.attend(queries, kv_cache.pools[index], window=config.window(index))
+        return layer.output(attended.flatten(1))
+
+    @staticmethod
+    def _tap(taps: Tensor | None, tapped_layers: Sequence[int], index: int, hidden: Tensor) -> None:
+        if taps is None or index not in tapped_layers:
+            return
+        for column, tap in enumerate(tapped_layers):
+            if tap == index:
+                taps[:, column] = hidden

@@ -1,0 +1,169 @@
+"""GGUF files turned once into a model folder of plain weights, kept in the cache under the file's content hash."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark.errors import CheckpointError
+from dspark.models.model_config import decoder_config_from
+
+# Part of the folder's name: raise it when the conversion changes, so that old results are not used.
+CONVERSION_VERSION = 1
+# Leftovers of a killed conversion are removed once they are older than any conversion takes.
+STALE_AFTER_S = 3600
+_PARTIAL_PREFIX = ".partial-"
+
+
+def converted_folder(
+    fetch: Callable[[Path], Path], *, sha256: str, label: str, cache_dir: Path, report: Callable[[str], None]
+) -> Path:
+    """Return the converted folder of the GGUF file with this `sha256`, making it if it is not there.
+
+    `fetch` is called only then, with a folder for temporary files, and returns the GGUF file. The folder appears whole
+    or not at all; of two processes that convert at once the second keeps the first one's result.
+    """
+    folder = cache_dir / "models" / f"{label}-{sha256[:16]}-v{CONVERSION_VERSION}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(folder.parent)
+        work = Path(tempfile.mkdtemp(prefix=_PARTIAL_PREFIX, dir=folder.parent))
+    except OSError as error:
+        raise CheckpointError(
+            f"the cache folder {folder.parent} cannot be written: {error}; free or change it"
+        ) from error
+    try:
+        result = work / "model"
+        result.mkdir()
+        gguf_path = fetch(work)
+        report(f"converting {gguf_path.name} (done once, kept in {folder})")
+        convert_gguf(gguf_path, result)
+        _publish(result, folder)
+    except OSError as error:
+        raise CheckpointError(f"{label} cannot be converted in {work}: {error}; free some space there") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def convert_gguf(gguf_path: Path, folder: Path) -> None:
+    """Write the dequantised weights, configuration and tokenizer of a GGUF file into `folder`.
+
+    Raises `CheckpointError` when the file is damaged or its architecture is not supported.
+    """
+    try:
+        metadata = _read_metadata(gguf_path)
+        _convert_model(gguf_path, folder)
+        _convert_tokenizer(gguf_path, folder, metadata)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if error.errno is not None:  # of the file system; transformers also raises plain OSError about content
+            raise
+        raise _conversion_error(gguf_path, error) from error
+    except Exception as error:  # gguf and transformers raise many kinds, each about the file's content
+        raise _conversion_error(gguf_path, error) from error
+    decoder_config_from(folder)  # refuses what the decoder cannot run before the folder is kept
+    generation: dict[str, Any] = {"eos_token_id": _eos_token_ids(metadata)}
+    for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
+        if f"tokenizer.ggml.{key}" in metadata:
+            generation[name] = metadata[f"tokenizer.ggml.{key}"]
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_metadata(gguf_path: Path) -> dict[str, Any]:
+    """Return the scalar metadata of a GGUF file."""
+    from gguf import GGUFReader, GGUFValueType
+
+    fields = GGUFReader(gguf_path).fields
+    return {name: field.contents() for name, field in fields.items() if field.types[:1] != [GGUFValueType.ARRAY]}
+
+
+def _convert_model(gguf_path: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf_path.parent,
+        gguf_file=gguf_path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    is_tied = model.config.tie_word_embeddings
+    tensors = {
+        name: _smallest_exact(tensor)
+        for name, tensor in model.state_dict().items()
+        if not (is_tied and name == "lm_head.weight")
+    }
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _smallest_exact(tensor: Tensor) -> Tensor:
+    """Return `tensor` in the smallest float type that holds each of its values exactly."""
+    for dtype in (torch.float16, torch.bfloat16):
+        smaller = tensor.to(dtype)
+        if torch.equal(smaller.to(tensor.dtype), tensor):
+            return smaller.contiguous()
+    return tensor.contiguous()
+
+
+def _convert_tokenizer(gguf_path: Path, folder: Path, metadata: dict[str, Any]) -> None:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    if metadata.get("tokenizer.ggml.pre") == "smollm":
+        # transformers does not know this splitter and takes GPT-2's, which lets a digit end a run of spaces.
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    tokenizer.save_pretrained(folder)
+
+
+def _eos_token_ids(metadata: dict[str, Any]) -> list[int]:
+    """Return the ids that end a generation: end of text, and end of turn where the file has one of its own."""
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    return sorted({metadata[key] for key in keys if key in metadata})
+
+
+def _publish(result: Path, folder: Path) -> None:
+    """Move a finished folder to its place in one step, after its content has reached the disk."""
+    for path in result.iterdir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    try:
+        result.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first; both results are the same
+            raise
+
+
+def _remove_stale(parent: Path) -> None:
+    for path in parent.glob(f"{_PARTIAL_PREFIX}*"):
+        with suppress(FileNotFoundError):  # another process may be removing it
+            if time.time() - path.stat().st_mtime > STALE_AFTER_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _conversion_error(gguf_path: Path, error: Exception) -> CheckpointError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return CheckpointError(
+        f"{gguf_path} cannot be converted: {reason[0]}; the file is damaged or of an unsupported kind, use the model's "
+        "safetensors folder instead"
+    )

@@ -1,0 +1,42 @@
+"""The paged key/value pools of one decoder: one tensor per layer; who owns which page is the engine's business."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dspark.models.model_config import DecoderConfig
+
+
+def num_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes one token takes in the pools of all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of `num_pages` pages of `page_size` tokens, for every layer.
+
+    The keys of a token lie beside its values, so that one gather of pages brings both.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dtype = dtype
+        shape = (num_pages, page_size, 2, config.num_kv_heads, config.head_dim)
+        # Zeros, not empty: masked keys are still multiplied by 0, and 0 * NaN is NaN. Memory is taken at first touch.
+        self.pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._slots = [pool.flatten(0, 1).unbind(1) for pool in self.pools]  # (keys, values), [S, KVH, Dh] each
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit."""
+        return self.num_pages * self.page_size
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+        """Store `keys` and `values` [T, KVH, Dh] of `layer` at the slots `slot_mapping` [T]."""
+        key_slots, value_slots = self._slots[layer]
+        key_slots.index_copy_(0, slot_mapping, keys)
+        value_slots.index_copy_(0, slot_mapping, values)

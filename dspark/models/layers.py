@@ -1,0 +1,128 @@
+"""Building blocks of the decoder: packed linear maps, RMSNorm, rotary embedding, gated MLP.
+
+T tokens in the flattened batch, D hidden size, N heads, Dh head dimension. All run without autograd.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.models.model_config import RotaryConfig
+
+
+class PackedLinear:
+    """A linear map whose weight is laid out once, at load, for the kernel that will multiply it.
+
+    `F.linear` on CPU lays the weight out again at each call with few rows, which costs as much as the product.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Take `weight` [out, in]; on CPU it is copied into packed form, so the caller may drop it."""
+        self.num_outputs, self.num_inputs = weight.shape
+        self._bias = bias
+        self._is_packed = _can_pack(weight)
+        with torch.no_grad():
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
+        if self._is_packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return F.linear(x, self._weight, self._bias)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.float32:
+        return True
+    return weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class RMSNorm:
+    """Root-mean-square norm with a weight over the last dimension."""
+
+    def __init__(self, weight: Tensor, eps: float, *, adds_one: bool = False) -> None:
+        """`adds_one`: the weight is stored minus one (Gemma) and then applied in float32, as Gemma does."""
+        self._in_float32 = adds_one
+        self._weight = weight.float() + 1.0 if adds_one else weight
+        self._shape = weight.shape
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._in_float32 and x.dtype != torch.float32:
+            return F.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
+        return F.rms_norm(x, self._shape, self._weight, self._eps)
+
+
+class HeadNorm:
+    """RMSNorm over each query and key head at once; queries and keys have weights of their own."""
+
+    def __init__(
+        self, query_weight: Tensor, key_weight: Tensor, num_heads: int, num_kv_heads: int, eps: float, *, adds_one: bool
+    ) -> None:
+        rows = [query_weight] * num_heads + [key_weight] * num_kv_heads
+        weight = torch.stack(rows)  # [N, Dh]
+        self._in_float32 = adds_one
+        self._weight = weight.float() + 1.0 if adds_one else weight
+        self._shape = query_weight.shape
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:  # [T, N, Dh]
+        if self._in_float32 and x.dtype != torch.float32:
+            return F.rms_norm(x.float(), self._shape, None, self._eps).mul_(self._weight).to(x.dtype)
+        return F.rms_norm(x, self._shape, None, self._eps).mul_(self._weight)
+
+
+class Rotary:
+    """Rotary position embedding as a complex product over pairs (2i, 2i + 1) of a head.
+
+    Checkpoints pair (i, i + Dh/2); `pair_rows` reorders the rows of the query and key projections at load.
+    Scores do not change when queries and keys are reordered alike, and one complex product replaces six operations.
+    """
+
+    def __init__(self, config: RotaryConfig, device: torch.device) -> None:
+        self._inverse_frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32, device=device)
+        self._magnitude = torch.tensor(config.magnitude, dtype=torch.float32, device=device)
+
+    def phases(self, positions: Tensor) -> Tensor:
+        """Return the rotations of `positions` [T] as complex64 [T, 1, Dh/2], shared by all layers of a step."""
+        angles = positions[:, None, None].float() * self._inverse_frequencies
+        return torch.polar(self._magnitude.expand_as(angles), angles)
+
+
+def rotate(x: Tensor, phases: Tensor) -> Tensor:
+    """Rotate heads `x` [T, N, Dh] by `phases` [T, 1, Dh/2]; float32 input is changed in place and returned."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    rotated = torch.view_as_real(pairs.mul_(phases)).flatten(-2)
+    return rotated.to(x.dtype)
+
+
+def pair_rows(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of a query or key projection [N * Dh, ...] so that rotary partners stand side by side."""
+    halves = rows.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+class GatedMlp:
+    """activation(gate) * up, projected down, with gate and up in one product."""
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear, activation: str) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._activate = ACTIVATIONS[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:  # [T, D]
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._down(self._activate(gate).mul_(up))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}

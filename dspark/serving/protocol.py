@@ -1,0 +1,370 @@
+"""Bodies of /v1/completions and /v1/chat/completions: what is accepted, with which type, and what is refused.
+
+Types are strict and unknown fields are errors. Fields of the OpenAI API that are not supported pass only with the
+value that asks for nothing. Ranges are checked where the values are used, in `SamplingParams` and by the engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError, from_json
+
+from dspark.errors import RequestError
+from dspark.request import MAX_SEED, SamplingParams
+
+MAX_CHOICES = 128  # `n`, the OpenAI API's limit
+MAX_SEQUENCES = 1024  # choices of one call: prompts times n
+DEFAULT_COMPLETION_MAX_TOKENS = 16  # the OpenAI API's default for /v1/completions; chats run to the context end
+
+# Values that ask for nothing, by unsupported field.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "length_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "prompt_logprobs": (None,),
+    "use_beam_search": (None, False),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "spaces_between_special_tokens": (None, True),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "priority": (None, 0),
+    "store": (None, False),
+    "metadata": (None, {}),
+    "service_tier": (None, "auto", "default"),
+}
+_NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL,
+    "logprobs": (None,),
+    "echo": (None, False),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+}
+_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL,
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "echo": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),  # without tools both mean none
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "continue_final_message": (None, False),
+    "chat_template": (None,),
+    "documents": (None, []),
+}
+_SAMPLING_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+
+# What clients send back when they repeat an assistant's message.
+_NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "tool_calls": (None, []),
+    "function_call": (None,),
+    "refusal": (None,),
+    "audio": (None,),
+    "annotations": (None, []),
+    "reasoning_content": (None,),
+}
+
+
+class SamplingDefaults(Protocol):
+    """The model's own sampling defaults; None where it has none."""
+
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def min_p(self) -> float | None: ...
+
+
+class _Model(BaseModel):
+    # Strict: "5" and true are not 5. Defaults are the API's, not None, where null means "the default".
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Return the prompts of the four forms the API allows as a list."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        if _is_list_of(value, int):
+            return [value]
+        if value and (_is_list_of(value, str) or all(isinstance(p, list) and _is_list_of(p, int) for p in value)):
+            return value
+    raise PydanticCustomError(
+        "prompt",
+        "must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+    )
+
+
+def _is_list_of(items: list[Any], kind: type) -> bool:
+    return all(type(item) is kind for item in items)  # type() because a bool is an int to isinstance
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and _is_list_of(value, str):
+        return tuple(value)
+    raise PydanticCustomError("stop", "must be a string or a list of strings")
+
+
+def _or_default(default: Any) -> BeforeValidator:
+    """Read null as the default, as the API does."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+class StreamOptions(_Model):
+    """`stream_options`."""
+
+    include_usage: Annotated[bool, _or_default(False)] = False  # one last chunk without choices carries the usage
+    continuous_usage_stats: Annotated[bool, _or_default(False)] = False  # every chunk carries the usage so far
+
+
+class SpeculationOptions(_Model):
+    """`speculation`: this request's own limits."""
+
+    num_draft_tokens: int | None = None  # at most this many drafted tokens a round; 0 is plain decoding
+
+
+class _GenerationRequest(_Model):
+    """The fields both endpoints share."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    stop_token_ids: Annotated[list[int], _or_default([])] = []
+    ignore_eos: Annotated[bool, _or_default(False)] = False
+    min_tokens: Annotated[int, _or_default(0)] = 0
+    include_stop_str_in_output: Annotated[bool, _or_default(False)] = False
+    skip_special_tokens: Annotated[bool, _or_default(True)] = True
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), _or_default(1)] = 1
+    stream: Annotated[bool, _or_default(False)] = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # of no effect, as the API has it
+    speculation: SpeculationOptions | None = None
+    return_token_ids: Annotated[bool, _or_default(False)] = False
+
+    def check(self) -> None:
+        """Raise `RequestError` when fields contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "stream_options is only for streams; leave it out or set stream to true", param="stream_options"
+            )
+
+    @property
+    def token_limit(self) -> int | None:
+        """How many tokens the client allows; None when it does not say."""
+        return self.max_tokens
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def sampling_params(
+        self, defaults: SamplingDefaults, *, choice: int = 0, default_max_tokens: int | None = None
+    ) -> SamplingParams:
+        """Return the parameters of one choice: the request's, else the model's defaults, else our own.
+
+        Choices of a seeded request get seeds of their own; choice 0 gets the request's. Raises `RequestError`.
+        """
+        values: dict[str, Any] = {
+            "seed": _choice_seed(self.seed, choice),
+            "max_tokens": default_max_tokens if self.token_limit is None else self.token_limit,
+            "num_draft_tokens": self.speculation.num_draft_tokens if self.speculation else None,
+        }
+        for name in ("stop", "stop_token_ids", "min_tokens", *_SAMPLING_FLAGS):
+            values[name] = getattr(self, name)
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            value = getattr(self, name)
+            value = getattr(defaults, name) if value is None else value
+            if value is not None:
+                values[name] = value
+        try:
+            return SamplingParams(**values)
+        except RequestError as error:
+            wire_name = self.wire_names.get(error.param or "", error.param)
+            message = str(error).replace(str(error.param), str(wire_name), 1)
+            raise RequestError(message, param=wire_name, code=error.code) from error
+
+    @property
+    def wire_names(self) -> dict[str, str]:
+        """Names of fields, by the sampling parameter that they set, where the two differ."""
+        return {"num_draft_tokens": "speculation.num_draft_tokens"}
+
+
+class CompletionRequest(_GenerationRequest):
+    """Body of POST /v1/completions."""
+
+    neutral = _NEUTRAL_COMPLETION
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+
+    def check(self) -> None:
+        super().check()
+        if len(self.prompt) * self.n > MAX_SEQUENCES:
+            raise RequestError(
+                f"{len(self.prompt)} prompts with n {self.n} are more than {MAX_SEQUENCES} completions; send fewer",
+                param="prompt",
+            )
+
+
+class TextPart(_Model):
+    """One part of a message's content; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Model):
+    """One message. Which roles exist is the chat template's business."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_MESSAGE
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def as_template_input(self) -> dict[str, Any]:
+        """Return what chat templates take; text parts are joined by newlines."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        message = {"role": self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatCompletionRequest(_GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    neutral = _NEUTRAL_CHAT
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None  # the newer name of max_tokens
+    add_generation_prompt: Annotated[bool, _or_default(True)] = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wire_names(self) -> dict[str, str]:
+        names = super().wire_names
+        return names if self.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+
+    def check(self) -> None:
+        super().check()
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise RequestError(
+                f"max_tokens ({old}) and max_completion_tokens ({new}) differ; send one of them",
+                param="max_completion_tokens",
+            )
+
+
+RequestT = TypeVar("RequestT", bound=_GenerationRequest)
+
+
+def parse_body(body: bytes, kind: type[RequestT]) -> RequestT:
+    """Read a request body. Raises `RequestError` naming the first field that is wrong."""
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RequestError(f"the body must be a JSON object, not {_json_type(fields)}")
+    _drop_neutral(fields, kind.neutral)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        for index, message in enumerate(messages):
+            if isinstance(message, dict):
+                _drop_neutral(message, ChatMessage.neutral, prefix=f"messages[{index}].")
+    try:
+        request = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _request_error(error, kind) from error
+    request.check()
+    return request
+
+
+def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Take unsupported fields out of `fields`, or raise `RequestError` when one asks for something."""
+    for name in [name for name in fields if name in neutral]:
+        value = fields.pop(name)
+        # A bool equals 0 or 1 in Python, but not in JSON.
+        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral[name]):
+            raise RequestError(
+                f"{prefix}{name} ({_short(value)}) is not supported; leave it out", param=f"{prefix}{name}"
+            )
+
+
+def _request_error(error: ValidationError, kind: type[_GenerationRequest]) -> RequestError:
+    """Say in our words which field is wrong; of several readings of a field the one that went furthest."""
+    details = max(error.errors(include_url=False, include_context=False), key=lambda e: len(e["loc"]))
+    where = _path(details["loc"])
+    if details["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(where, kind.model_fields, n=1)
+        return RequestError(
+            f"unknown field {where}; {f'did you mean {near[0]}?' if near else 'leave it out'}", param=where
+        )
+    if details["type"] == "missing":
+        return RequestError(f"{where} is missing; it is required", param=where)
+    message = details["msg"].removeprefix("Input ")
+    return RequestError(f"{where} ({_short(details['input'])}) {message[:1].lower()}{message[1:]}", param=where)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Write a location as `messages[0].content`, without the names of union branches."""
+    path = str(location[0])
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part != "str":
+            path += f".{part}"
+    return path
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _choice_seed(seed: int | None, choice: int) -> int | None:
+    if seed is None or choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & MAX_SEED

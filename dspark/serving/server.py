@@ -1,0 +1,126 @@
+"""Runs the HTTP server of one engine until a signal ends it, without cutting answers short."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from dspark.errors import ConfigError
+from dspark.serving.app import DEFAULT_MAX_BODY_BYTES, create_app
+from dspark.serving.bridge import EngineBridge
+
+if TYPE_CHECKING:
+    from dspark.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FORCE_POLL_S = 0.05
+LAST_BYTES_S = 5  # after the drain, for answers still on their way out
+
+
+def run_server(
+    load_engine: Callable[[], Engine],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    shutdown_timeout_s: float = 30.0,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve the engine that `load_engine` makes until SIGINT or SIGTERM, then drain and return. Main thread only.
+
+    The address is taken before the engine is loaded, so that a taken port shows at once (`ConfigError`); port 0
+    takes a free one. While draining, new calls get 503, running ones have `shutdown_timeout_s` seconds to end, and
+    what is left then ends with finish reason "abort". A second signal cuts that wait short, a third drops all
+    connections. `on_ready` gets the server's URL.
+    """
+    with bind_socket(host, port) as sock:
+        bridge = EngineBridge(load_engine())
+        config = uvicorn.Config(
+            create_app(bridge, max_body_bytes=max_body_bytes),
+            lifespan="on",
+            log_config=None,  # the program that calls this decides about logging
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=LAST_BYTES_S,
+        )
+        _Server(config, bridge, shutdown_timeout_s, on_ready).run(sockets=[sock])
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 takes a free one. Raises `ConfigError` when the address cannot be had."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port ({port}) must be between 0 and 65535; choose another with --port")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that is no name at all
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host"
+        ) from error
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server with a drain before its shutdown."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        bridge: EngineBridge,
+        shutdown_timeout_s: float,
+        on_ready: Callable[[str], None] | None,
+    ) -> None:
+        super().__init__(config)
+        self._bridge = bridge
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._on_ready = on_ready
+        self._num_signals = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        url = _url(sockets[0])
+        logger.info("ready at %s", url)
+        if self._on_ready is not None:
+            self._on_ready(url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain with the sockets open, so that clients hear 503 instead of a refused connection, then close."""
+        drain = asyncio.create_task(self._bridge.shutdown(self._shutdown_timeout_s))
+        while not drain.done():
+            await asyncio.wait((drain,), timeout=FORCE_POLL_S)
+            if self._num_signals > 1:
+                await self._bridge.shutdown(timeout_s=0)
+                break
+        await drain
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while serving. Unlike uvicorn, do not raise them again: a drained server ends well."""
+        handlers = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._num_signals += 1
+        self.should_exit = True
+        self.force_exit = self._num_signals > 2
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"

@@ -1,0 +1,40 @@
+"""Prompt files."""
+
+from __future__ import annotations
+
+import pytest
+from toys import WordTokenizer
+
+from dspark.errors import DsparkError
+from dspark.evaluation.prompts import BUILT_IN, PromptRecord, load_prompts
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_built_in_sets_load(name):
+    assert len(load_prompts(name)) >= 8
+
+
+def test_both_keys_and_blank_lines_are_read(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "t1"}\n\n{"turns": ["t2", "t3"], "id": 7}\n')
+    records = load_prompts(path)
+    assert records == [PromptRecord(prompt="t1"), PromptRecord(turns=("t2", "t3"))]
+    assert [r.token_ids(WordTokenizer(16)) for r in records] == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "[]", "{}", '{"prompt": ""}', '{"prompt": 3}', '{"turns": []}', '{"turns": [1]}']
+)
+def test_a_wrong_line_is_named(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(DsparkError, match="line 2"):
+        load_prompts(path)
+
+
+def test_an_empty_or_absent_file_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DsparkError, match="holds no prompts"):
+        load_prompts(tmp_path / "empty.jsonl")
+    with pytest.raises(DsparkError, match="cannot read the prompt file"):
+        load_prompts(tmp_path / "absent.jsonl")

@@ -1,0 +1,295 @@
+"""What request bodies are accepted, and how the others are refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dspark.errors import RequestError
+from dspark.request import MAX_SEED
+from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest, parse_body
+
+NO_DEFAULTS = SimpleNamespace(temperature=None, top_p=None, top_k=None, min_p=None)
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_body(json.dumps({"model": "toy", "prompt": "hi", **fields}).encode(), CompletionRequest)
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse_body(json.dumps({"model": "toy", "messages": MESSAGES, **fields}).encode(), ChatCompletionRequest)
+
+
+def refusal(kind: Any = completion, **fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        kind(**fields).sampling_params(NO_DEFAULTS)
+    assert caught.value.status == 400
+    return caught.value
+
+
+# -- bodies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b'{"model": "\xff"}',
+        b'{"model": "toy", "prompt": "\\ud800"}',
+        b'{"model": "toy", "temperature": NaN}',
+        b'{"model": "toy", "temperature": Infinity}',
+        b"[" * 100_000,
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "toy"} {}',
+    ],
+)
+def test_body_that_is_not_json_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError, match="not valid JSON"):
+        parse_body(body, CompletionRequest)
+
+
+@pytest.mark.parametrize(("body", "kind"), [(b"[]", "an array"), (b'"x"', "a string"), (b"1", "a number")])
+def test_body_that_is_not_an_object_is_refused(body: bytes, kind: str) -> None:
+    with pytest.raises(RequestError, match=f"must be a JSON object, not {kind}"):
+        parse_body(body, CompletionRequest)
+
+
+def test_number_too_large_for_a_float_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_body(b'{"model": "toy", "prompt": "a", "temperature": 1e999}', CompletionRequest)
+    assert caught.value.param == "temperature"
+
+
+# -- fields ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hi", ["hi"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([], [[]]),
+    ],
+)
+def test_prompt_has_four_forms(prompt: Any, expected: Any) -> None:
+    assert completion(prompt=prompt).prompt == expected
+
+
+@pytest.mark.parametrize("prompt", [None, 1, {}, [True], [1.0], ["a", 1], [[1], "a"], [[True]], [["a"]], [None]])
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    error = refusal(prompt=prompt)
+    assert error.param == "prompt"
+    assert "must be a string, a list of strings" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", True),
+        ("max_tokens", 5.5),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("temperature", -0.1),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("seed", "7"),
+        ("seed", 2**63),
+        ("n", 0),
+        ("n", 129),
+        ("n", True),
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop", ["a"] * 17),
+        ("stop", [1]),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", 1),
+        ("min_tokens", -1),
+        ("stream", "true"),
+        ("user", 5),
+        ("model", None),
+        ("return_token_ids", "yes"),
+        ("speculation", 3),
+    ],
+)
+def test_wrong_value_is_refused_naming_the_field(name: str, value: Any) -> None:
+    error = refusal(**{name: value})
+    assert error.param == name
+    assert name in str(error)
+
+
+def test_nested_field_is_named_with_its_path() -> None:
+    assert refusal(stop_token_ids=[1, "2"]).param == "stop_token_ids[1]"
+    assert refusal(speculation={"num_draft_tokens": -1}).param == "speculation.num_draft_tokens"
+    assert refusal(stream=True, stream_options={"include_usage": 1}).param == "stream_options.include_usage"
+    assert refusal(chat, messages=[{"role": "user"}]).param == "messages[0].content"
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    assert refusal(chat, messages=[{"role": "user", "content": image}]).param.startswith("messages[0].content[0]")
+
+
+def test_unknown_field_is_refused_with_the_nearest_name() -> None:
+    error = refusal(max_token=5)
+    assert error.param == "max_token"
+    assert "did you mean max_tokens?" in str(error)
+    assert refusal(speculation={"k": 1}).param == "speculation.k"
+    assert refusal(messages=MESSAGES).param == "messages"
+
+
+def test_required_fields_are_required() -> None:
+    with pytest.raises(RequestError, match="model is missing"):
+        parse_body(b'{"prompt": "hi"}', CompletionRequest)
+    with pytest.raises(RequestError, match="prompt is missing"):
+        parse_body(b'{"model": "toy"}', CompletionRequest)
+    assert refusal(chat, messages=[]).param == "messages"
+
+
+NULLABLE = (
+    *("n", "stream", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "user"),
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+)
+
+
+@pytest.mark.parametrize("kind", [completion, chat])
+def test_null_means_the_default(kind: Any) -> None:
+    request = kind(**dict.fromkeys(NULLABLE), stream_options=None, skip_special_tokens=None, speculation=None)
+    assert request == kind()
+    assert (request.n, request.stream, request.skip_special_tokens, request.stop) == (1, False, True, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "value"),
+    [
+        ("presence_penalty", 0, 0.5),
+        ("frequency_penalty", 0.0, False),
+        ("repetition_penalty", 1, 1.1),
+        ("logit_bias", {}, {"5": 1}),
+        ("logprobs", None, 2),
+        ("echo", False, True),
+        ("best_of", 1, 2),
+        ("suffix", "", "end"),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+    ],
+)
+def test_unsupported_field_passes_only_when_it_asks_for_nothing(name: str, neutral: Any, value: Any) -> None:
+    assert completion(**{name: neutral}) == completion()
+    assert completion(**{name: None}) == completion()
+    error = refusal(**{name: value})
+    assert error.param == name
+    assert "not supported" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "neutral", "value"),
+    [
+        ("logprobs", False, True),
+        ("top_logprobs", 0, 3),
+        ("tools", [], [{"type": "function"}]),
+        ("tool_choice", "none", "required"),
+        ("response_format", {"type": "text"}, {"type": "json_schema"}),
+        ("modalities", ["text"], ["audio"]),
+    ],
+)
+def test_unsupported_chat_field_passes_only_when_it_asks_for_nothing(name: str, neutral: Any, value: Any) -> None:
+    assert chat(**{name: neutral}) == chat()
+    assert refusal(chat, **{name: value}).param == name
+
+
+def test_stream_options_need_a_stream() -> None:
+    assert refusal(stream_options={"include_usage": True}).param == "stream_options"
+
+
+def test_too_many_completions_in_one_call_are_refused() -> None:
+    assert completion(prompt=["a"] * 8, n=128).n == 128
+    assert refusal(prompt=["a"] * 9, n=128).param == "prompt"
+
+
+# -- chats -------------------------------------------------------------------------------------------------
+
+
+def test_text_parts_are_joined_and_names_kept() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = chat(messages=[{"role": "user", "content": parts, "name": "Ann"}]).messages[0]
+    assert message.as_template_input() == {"role": "user", "content": "a\nb", "name": "Ann"}
+
+
+def test_assistant_message_sent_back_by_a_client_is_accepted() -> None:
+    extras = {"refusal": None, "tool_calls": None, "function_call": None, "audio": None, "annotations": []}
+    message = chat(messages=[{"role": "assistant", "content": "hi", **extras}]).messages[0]
+    assert message.as_template_input() == {"role": "assistant", "content": "hi"}
+    error = refusal(chat, messages=[{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}])
+    assert error.param == "messages[0].tool_calls"
+
+
+def test_max_completion_tokens_is_max_tokens() -> None:
+    assert chat(max_completion_tokens=7).sampling_params(NO_DEFAULTS).max_tokens == 7
+    assert chat(max_completion_tokens=7, max_tokens=7).sampling_params(NO_DEFAULTS).max_tokens == 7
+    assert refusal(chat, max_completion_tokens=7, max_tokens=8).param == "max_completion_tokens"
+    assert refusal(chat, max_completion_tokens=0).param == "max_completion_tokens"
+    assert refusal(max_completion_tokens=7).param == "max_completion_tokens"  # no field of /v1/completions
+
+
+# -- sampling parameters -----------------------------------------------------------------------------------
+
+
+def test_every_field_reaches_its_sampling_parameter() -> None:
+    params = completion(
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=4,
+        min_p=0.1,
+        seed=3,
+        stop="x",
+        stop_token_ids=[2],
+        ignore_eos=True,
+        min_tokens=1,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        speculation={"num_draft_tokens": 2},
+    ).sampling_params(NO_DEFAULTS)
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.min_p) == (9, 0.5, 0.9, 4, 0.1)
+    assert (params.seed, params.stop, params.stop_token_ids, params.min_tokens) == (3, ("x",), (2,), 1)
+    assert (params.ignore_eos, params.include_stop_str_in_output, params.skip_special_tokens) == (True, True, False)
+    assert params.num_draft_tokens == 2
+
+
+def test_request_goes_before_the_models_defaults_and_these_before_ours() -> None:
+    defaults = SimpleNamespace(temperature=0.6, top_p=0.95, top_k=None, min_p=None)
+    params = completion(temperature=0).sampling_params(defaults)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.95, 0, 0.0)
+
+
+def test_default_max_tokens_yields_to_the_request() -> None:
+    assert completion().sampling_params(NO_DEFAULTS, default_max_tokens=16).max_tokens == 16
+    assert completion(max_tokens=5).sampling_params(NO_DEFAULTS, default_max_tokens=16).max_tokens == 5
+    assert chat().sampling_params(NO_DEFAULTS).max_tokens is None
+
+
+def test_choices_of_a_seeded_request_have_seeds_of_their_own() -> None:
+    request = completion(seed=5, n=4)
+    seeds = [request.sampling_params(NO_DEFAULTS, choice=i).seed for i in range(4)]
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 4
+    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in seeds)
+    assert seeds == [request.sampling_params(NO_DEFAULTS, choice=i).seed for i in range(4)]
+    assert set(seeds[1:]).isdisjoint(
+        completion(seed=6, n=4).sampling_params(NO_DEFAULTS, choice=i).seed for i in range(4)
+    )
+
+
+def test_unseeded_choices_stay_unseeded() -> None:
+    assert completion(n=2).sampling_params(NO_DEFAULTS, choice=1).seed is None

@@ -1,0 +1,134 @@
+"""The n-gram proposer against a naive rescan, and its per-request memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dspark.request import SamplingParams
+from dspark.speculation.ngram import NgramProposer
+from dspark.speculation.proposal import DraftContext
+
+
+def context(token_ids, *, num_draft_tokens=5, request_id="a") -> DraftContext:
+    return DraftContext(
+        request_id=request_id,
+        token_ids=token_ids,
+        sampling=SamplingParams(),
+        seed=0,
+        is_coupled=False,
+        num_draft_tokens=num_draft_tokens,
+        page_ids=(),
+        page_serials=(),
+    )
+
+
+def propose(proposer: NgramProposer, token_ids, **fields) -> list[int]:
+    draft = proposer.propose([context(token_ids, **fields)])[0]
+    assert draft.probs is None
+    return draft.token_ids
+
+
+def naive(token_ids: list[int], num_draft_tokens: int, *, max_ngram: int, min_ngram: int) -> list[int]:
+    """Rescan everything: longest suffix first, latest earlier occurrence, continuation through the text's end."""
+    for n in range(max_ngram, min_ngram - 1, -1):
+        for start in range(len(token_ids) - n - 1, -1, -1):
+            if token_ids[start : start + n] == token_ids[len(token_ids) - n :]:
+                text = list(token_ids)
+                while len(text) < len(token_ids) + num_draft_tokens:
+                    text.append(text[start + n + len(text) - len(token_ids)])
+                return text[len(token_ids) :]
+    return []
+
+
+def test_the_continuation_of_the_last_occurrence_is_copied():
+    assert propose(NgramProposer(), [1, 2, 7, 8, 9, 1, 2, 3, 4, 5, 6, 1, 2], num_draft_tokens=4) == [3, 4, 5, 6]
+
+
+def test_a_longer_match_beats_a_later_one():
+    text = [5, 1, 2, 3, 9, 1, 2, 3, 4, 8, 5, 1, 2, 3]
+    assert propose(NgramProposer(max_ngram=4, min_ngram=2), text, num_draft_tokens=1) == [9]
+    assert propose(NgramProposer(max_ngram=3, min_ngram=2), text, num_draft_tokens=1) == [4]
+
+
+def test_periodic_text_is_drafted_to_full_length():
+    assert propose(NgramProposer(), [4, 5, 6, 4, 5, 6], num_draft_tokens=8) == [4, 5, 6, 4, 5, 6, 4, 5]
+    assert propose(NgramProposer(), [7, 7, 7], num_draft_tokens=5) == [7, 7, 7, 7, 7]
+
+
+def test_text_without_repetition_gets_no_draft():
+    assert propose(NgramProposer(), [1, 2, 3, 4, 5, 6]) == []
+    assert propose(NgramProposer(min_ngram=2), [1, 9, 1]) == []  # one token of match is not enough
+
+
+@pytest.mark.parametrize("token_ids", [[3], [3, 3], [3, 4], [3, 3, 3]])
+def test_a_text_shorter_than_the_history_is_fine(token_ids):
+    """Case K5."""
+    expected = [3] * 5 if token_ids == [3, 3, 3] else []
+    assert propose(NgramProposer(max_ngram=4, min_ngram=2), token_ids) == expected
+
+
+@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(4, 2), (3, 1), (2, 2), (6, 4)])
+@pytest.mark.parametrize("vocab_size", [2, 4, 12])
+def test_growing_text_gives_the_drafts_of_a_naive_rescan(vocab_size, max_ngram, min_ngram):
+    """Random, periodic and mixed texts, grown by ragged rounds as the engine does."""
+    generator = np.random.default_rng(vocab_size * 100 + max_ngram)
+    proposer = NgramProposer(max_ngram=max_ngram, min_ngram=min_ngram)
+    num_drafts = 0
+    for text_id in range(6):
+        period = generator.integers(vocab_size, size=int(generator.integers(1, 9))).tolist()
+        noise = generator.integers(vocab_size, size=200).tolist()
+        is_noise = generator.random(200) < (0.0, 0.05, 1.0)[text_id % 3]
+        whole = [noise[i] if is_noise[i] else period[i % len(period)] for i in range(200)]
+        token_ids = whole[: int(generator.integers(1, 20))]
+        while len(token_ids) < len(whole):
+            num_draft_tokens = int(generator.integers(1, 8))
+            drafted = propose(proposer, token_ids, num_draft_tokens=num_draft_tokens, request_id=str(text_id))
+            assert drafted == naive(token_ids, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram)
+            num_drafts += bool(drafted)
+            token_ids.extend(whole[len(token_ids) : len(token_ids) + int(generator.integers(1, 7))])
+    assert num_drafts > 100
+
+
+def test_requests_do_not_see_each_others_text():
+    proposer = NgramProposer()
+    repeated, unlike = [1, 2, 3, 1, 2], [1, 2]
+    drafts = proposer.propose(
+        [context(unlike, request_id="a"), context(repeated, request_id="b"), context([9, 1, 2], request_id="c")]
+    )
+    assert [draft.token_ids for draft in drafts] == [[], [3, 1, 2, 3, 1], []]
+
+
+@pytest.mark.parametrize("second", [[9, 8, 5, 9, 8], [1, 2, 4, 1, 2], [1, 2, 3, 1, 2, 4, 4, 1, 2]])
+def test_another_text_under_a_known_id_starts_afresh(second):
+    proposer = NgramProposer()
+    propose(proposer, [1, 2, 3, 1, 2, 5])
+    assert propose(proposer, second) == naive(second, 5, max_ngram=4, min_ngram=2) != []
+
+
+def test_another_text_that_ends_alike_starts_afresh():
+    proposer = NgramProposer()
+    propose(proposer, [1, 2, 3, 20, 21, 22, 23])
+    assert propose(proposer, [1, 2, 9, 20, 21, 22, 23, 1, 2], num_draft_tokens=2) == [9, 20]
+
+
+def test_a_list_that_was_rewritten_in_place_starts_afresh():
+    proposer, token_ids = NgramProposer(), [1, 2, 3, 1, 2]
+    assert propose(proposer, token_ids, num_draft_tokens=1) == [3]
+    token_ids[:] = [1, 2, 6, 6, 1, 2]
+    assert propose(proposer, token_ids, num_draft_tokens=1) == [6]
+
+
+def test_a_released_request_leaves_nothing_behind():
+    proposer = NgramProposer()
+    propose(proposer, [1, 2, 3, 1, 2])
+    proposer.release("a")
+    proposer.release("a")
+    proposer.release("never seen")
+    assert proposer.num_requests == 0
+    assert propose(proposer, [1, 2]) == []
+
+
+def test_a_draft_is_repeated_when_nothing_was_committed():
+    proposer, token_ids = NgramProposer(), [1, 2, 3, 4, 1, 2]
+    assert propose(proposer, token_ids) == propose(proposer, token_ids) == [3, 4, 1, 2, 3]

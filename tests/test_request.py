@@ -1,0 +1,56 @@
+"""Sampling parameters refuse what is out of range, by field."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dspark.errors import RequestError
+from dspark.request import SamplingParams, SpeculationStats
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
+        ("temperature", True), ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 2),
+        ("top_k", -2), ("top_k", 1.5), ("seed", 2**63), ("seed", 1.0), ("max_tokens", 0), ("max_tokens", -1),
+        ("min_tokens", -1), ("num_draft_tokens", -1), ("num_draft_tokens", 65), ("stop", ("",)), ("stop", ("a",) * 17),
+        ("stop", (3,)), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_field(field, value):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert field in str(caught.value)
+
+
+def test_min_tokens_above_max_tokens_is_refused():
+    with pytest.raises(RequestError, match=r"min_tokens \(5\) exceeds max_tokens \(4\)"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_one_stop_string_may_stand_alone():
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+@pytest.mark.parametrize(("temperature", "is_greedy"), [(0.0, True), (1e-10, True), (1e-6, True), (1e-3, False)])
+def test_a_tiny_temperature_is_greedy(temperature, is_greedy):
+    """B9"""
+    assert SamplingParams(temperature=temperature).is_greedy is is_greedy
+
+
+def test_the_length_includes_the_bonus_and_the_rate_does_not():
+    """L2"""
+    stats = SpeculationStats(num_rounds=3, num_verified=21, num_accepted=21, num_emitted=24)
+    assert (stats.accepted_length, stats.acceptance_rate) == (8.0, 1.0)
+    assert (SpeculationStats().accepted_length, SpeculationStats().acceptance_rate) == (0.0, 0.0)
+
+
+def test_counts_add_up_field_by_field():
+    one = SpeculationStats(num_rounds=1, num_drafted=5, num_verified=4, num_accepted=2, num_emitted=3)
+    assert one.plus(one) == SpeculationStats(
+        num_rounds=2, num_drafted=10, num_verified=8, num_accepted=4, num_emitted=6
+    )

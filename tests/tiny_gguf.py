@@ -1,0 +1,84 @@
+"""A tiny Llama in a GGUF file, with F32 tensors and a small byte-level tokenizer, as llama.cpp would store it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import transformers
+from tokenizers import pre_tokenizers
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["Ġ Ġ", "h e", "l l", "he ll", "hell o"]
+TOKENS = [
+    *SPECIAL_TOKENS,
+    *sorted(pre_tokenizers.ByteLevel.alphabet()),
+    *(merge.replace(" ", "") for merge in MERGES),
+]
+_BLOCK_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(path: Path, model: transformers.LlamaForCausalLM, *, architecture: str = "llama") -> None:
+    """Write `model` (its vocabulary must have `len(TOKENS)` rows) to `path`."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIAL_TOKENS) + [1] * (len(TOKENS) - len(SPECIAL_TOKENS)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, parameter in model.named_parameters():
+        writer.add_tensor(*_stored(name, parameter.detach().numpy(), config))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _stored(name: str, values: np.ndarray, config: transformers.LlamaConfig) -> tuple[str, np.ndarray]:
+    if name == "model.embed_tokens.weight":
+        return "token_embd.weight", values
+    if name == "model.norm.weight":
+        return "output_norm.weight", values
+    if name == "lm_head.weight":
+        return "output.weight", values
+    _, _, block, rest = name.split(".", 3)
+    inner = rest.removesuffix(".weight")
+    for projection, heads in (
+        ("self_attn.q_proj", config.num_attention_heads),
+        ("self_attn.k_proj", config.num_key_value_heads),
+    ):
+        if inner == projection:  # llama.cpp pairs neighbouring rows, Hugging Face the halves of a head
+            halves = values.reshape(heads, 2, -1, values.shape[1])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+    return f"blk.{block}.{_BLOCK_NAMES[inner]}.weight", values
