@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -165,12 +166,37 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from dspark.engine.build import load_engine
+    from dspark.engine.build import load_engine, warm_up
+    from dspark.engine.engine import Engine
     from dspark.serving.server import run_server
 
     config = engine_config(args)
-    run_server(lambda: load_engine(config), host=args.host, port=args.port, shutdown_timeout_s=args.shutdown_timeout)
+    model_name = ""
+
+    def load() -> Engine:
+        nonlocal model_name
+        engine = load_engine(config)
+        warm_up(engine)
+        model_name = engine.model_name
+        return engine
+
+    run_server(
+        load,
+        host=args.host,
+        port=args.port,
+        shutdown_timeout_s=args.shutdown_timeout,
+        on_ready=lambda url: print(_greeting(url, model_name), flush=True),
+    )
     return 0
+
+
+def _greeting(url: str, model_name: str) -> str:
+    body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    return f"""\
+{model_name} is served at {url}. Try it from another terminal:
+
+curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
+"""
 
 
 def _generate(args: argparse.Namespace) -> int:

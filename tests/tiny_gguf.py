@@ -33,8 +33,20 @@ _BLOCK_NAMES = {
 }
 
 
-def write_gguf(path: Path, model: transformers.LlamaForCausalLM, *, architecture: str = "llama") -> None:
-    """Write `model` (its vocabulary must have `len(TOKENS)` rows) to `path`."""
+def write_gguf(
+    path: Path,
+    model: transformers.LlamaForCausalLM,
+    *,
+    architecture: str = "llama",
+    without: str | None = None,
+    extra: str | None = None,
+    scales_rotary: str | None = None,
+) -> None:
+    """Write `model` (its vocabulary must have `len(TOKENS)` rows) to `path`.
+
+    `without` names a parameter to leave out, `extra` a tensor to add; `scales_rotary` is "tensor" or "keys", the two
+    ways a file says so.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -57,8 +69,16 @@ def write_gguf(path: Path, model: transformers.LlamaForCausalLM, *, architecture
     writer.add_eot_token_id(0)
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT_TEMPLATE)
+    if scales_rotary == "keys":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+    if scales_rotary == "tensor":
+        writer.add_tensor("rope_freqs.weight", np.array([1.0, 1.0, 8.0, 8.0], dtype=np.float32))
+    if extra is not None:
+        writer.add_tensor(extra, np.ones(config.hidden_size, dtype=np.float32))
     for name, parameter in model.named_parameters():
-        writer.add_tensor(*_stored(name, parameter.detach().numpy(), config))
+        if name != without:
+            writer.add_tensor(*_stored(name, parameter.detach().numpy(), config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 
 import torch
 
+from dspark.batch import BatchRow
 from dspark.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import Runner
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, RequestError
 from dspark.models.decoder import Decoder
 from dspark.models.kv_cache import num_bytes_per_token
 from dspark.models.model_source import ModelFolder, resolve_model
@@ -85,6 +87,15 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
     )
 
 
+def warm_up(engine: Engine) -> None:
+    """Do once what the first request would otherwise wait for: touch the weights, load what chat templates need."""
+    # Nobody owns page 0 yet; whoever gets it writes it before reading it.
+    engine.runner.execute([BatchRow(token_ids=[0], start_position=0, page_ids=[0], num_logits=1)])
+    if engine.tokenizer.has_chat_template:
+        with contextlib.suppress(RequestError):  # a template may want more than one user turn
+            engine.tokenizer.render_chat([{"role": "user", "content": ""}])
+
+
 def _make_proposer(model: LoadedModel, num_pages: int, config: EngineConfig) -> Proposer | None:
     if config.drafter == "none":
         return None
@@ -99,6 +110,7 @@ def _make_proposer(model: LoadedModel, num_pages: int, config: EngineConfig) -> 
         max_model_len=drafter.decoder.config.max_position,
         num_pages=num_pages,
         page_size=config.cache.page_size,
+        max_batch_tokens=config.batching.max_batch_tokens,
     )
 
 

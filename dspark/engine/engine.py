@@ -51,7 +51,7 @@ class Engine:
         self.metrics = EngineMetrics(self.model_name)
         self.allocator = allocator
         self.scheduler = Scheduler(config.batching, allocator)
-        self._runner = runner
+        self.runner = runner
         self._proposer = proposer
         self._config = config
         self._sequences: dict[str, Sequence] = {}
@@ -123,11 +123,6 @@ class Engine:
         if sequence is not None:
             self._end_early(sequence, FinishReason.ABORT)
 
-    def abort_all(self, error: str) -> None:
-        """End every request with `error`, for a caller whose `step` raised."""
-        for sequence in list(self._sequences.values()):
-            self._end_early(sequence, FinishReason.ERROR, error)
-
     def has_unfinished(self) -> bool:
         """Return whether `step` has anything to do or to report."""
         return bool(self._sequences or self._pending_outputs)
@@ -165,7 +160,7 @@ class Engine:
     def _run(self, rows: list[ScheduledRow]) -> None:
         sampled = [row for row in rows if row.is_sampled]
         with self._timed("forward"):
-            logits = self._runner.execute([_batch_row(row) for row in rows])
+            logits = self.runner.execute([_batch_row(row) for row in rows])
         with self._timed("verify"):
             results = verify_batch(logits, [_verification_row(row) for row in sampled]) if sampled else []
         with self._timed("output"):

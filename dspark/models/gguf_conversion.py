@@ -66,7 +66,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     """
     try:
         metadata = _read_metadata(gguf_path)
-        _convert_model(gguf_path, folder)
+        _convert_model(gguf_path, folder, num_tensors=metadata["GGUF.tensor_count"])
         _convert_tokenizer(gguf_path, folder, metadata)
     except CheckpointError:
         raise
@@ -76,7 +76,6 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
         raise _conversion_error(gguf_path, error) from error
     except Exception as error:  # gguf and transformers raise many kinds, each about the file's content
         raise _conversion_error(gguf_path, error) from error
-    decoder_config_from(folder)  # refuses what the decoder cannot run before the folder is kept
     generation: dict[str, Any] = {"eos_token_id": _eos_token_ids(metadata)}
     for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if f"tokenizer.ggml.{key}" in metadata:
@@ -85,29 +84,55 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
 
 
 def _read_metadata(gguf_path: Path) -> dict[str, Any]:
-    """Return the scalar metadata of a GGUF file."""
+    """Return the scalar metadata of a GGUF file, refusing files of which transformers would drop a part silently."""
     from gguf import GGUFReader, GGUFValueType
 
-    fields = GGUFReader(gguf_path).fields
-    return {name: field.contents() for name, field in fields.items() if field.types[:1] != [GGUFValueType.ARRAY]}
+    reader = GGUFReader(gguf_path)
+    metadata = {
+        name: field.contents() for name, field in reader.fields.items() if field.types[:1] != [GGUFValueType.ARRAY]
+    }
+    # Scaled rotary frequencies stand in a tensor (Llama 3.1) or in keys that the conversion does not read.
+    names = [tensor.name for tensor in reader.tensors if tensor.name.startswith(("rope_freqs", "rope_factors"))]
+    scaling = f"{metadata.get('general.architecture')}.rope.scaling"
+    if metadata.get(f"{scaling}.type", "none") != "none" and metadata.get(f"{scaling}.factor", 0.0) != 1.0:
+        names.append(f"{scaling}.type")
+    if names:
+        raise CheckpointError(
+            f"{gguf_path} scales its rotary frequencies ({names[0]}), which cannot be converted from GGUF; use the "
+            "model's safetensors folder instead"
+        )
+    return metadata
 
 
-def _convert_model(gguf_path: Path, folder: Path) -> None:
+def _convert_model(gguf_path: Path, folder: Path, *, num_tensors: int) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         gguf_path.parent,
         gguf_file=gguf_path.name,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
+        output_loading_info=True,
     )
+    model, loading = loaded
+    model.config.save_pretrained(folder)
+    decoder_config_from(folder)  # refuses what the decoder cannot run
+    missing = sorted(loading["missing_keys"])
+    if missing:  # transformers fills them with random numbers
+        raise CheckpointError(
+            f"tensor {missing[0]} is missing in {gguf_path} ({len(missing)} in all); download the file again"
+        )
     is_tied = model.config.tie_word_embeddings
     tensors = {
         name: _smallest_exact(tensor)
         for name, tensor in model.state_dict().items()
         if not (is_tied and name == "lm_head.weight")
     }
-    model.config.save_pretrained(folder)
+    if len(tensors) != num_tensors:  # transformers leaves out what the architecture does not know, biases for example
+        raise CheckpointError(
+            f"{gguf_path} holds {num_tensors} tensors of which {len(tensors)} belong to the architecture; use the "
+            "model's safetensors folder instead"
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -164,6 +189,6 @@ def _remove_stale(parent: Path) -> None:
 def _conversion_error(gguf_path: Path, error: Exception) -> CheckpointError:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     return CheckpointError(
-        f"{gguf_path} cannot be converted: {reason[0]}; the file is damaged or of an unsupported kind, use the model's "
-        "safetensors folder instead"
+        f"{gguf_path} cannot be converted: {reason[0].rstrip('.')}; the file is damaged or of an unsupported kind, use "
+        "the model's safetensors folder instead"
     )

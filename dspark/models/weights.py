@@ -32,11 +32,11 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> D
     tensors.check(_expected_shapes(config))
 
     def read(name: str) -> Tensor:
-        return tensors.read(name).to(device=device, dtype=dtype)
+        # A copy, for the stored tensor is a window on the memory-mapped file.
+        return tensors.read(name).to(device=device, dtype=dtype, copy=True)
 
     with torch.inference_mode(False), torch.no_grad():
-        # The memory-mapped file must not live as long as the table, hence the copy.
-        embedding = read("model.embed_tokens.weight").clone(memory_format=torch.contiguous_format)
+        embedding = read("model.embed_tokens.weight")
         head_weight = embedding if config.ties_embeddings else read(_HEAD)
         return Decoder(
             config,
@@ -80,11 +80,11 @@ def _load_layer(config: DecoderConfig, prefix: str, read: TensorReader) -> Decod
 
 
 def _load_norm(config: DecoderConfig, name: str, read: TensorReader) -> RMSNorm:
-    return RMSNorm(read(name).clone(), config.rms_norm_eps, adds_one=config.norm_adds_one)
+    return RMSNorm(read(name), config.rms_norm_eps, adds_one=config.norm_adds_one)
 
 
 def _load_linear(name: str, read: TensorReader, *, has_bias: bool) -> PackedLinear:
-    return PackedLinear(read(f"{name}.weight"), read(f"{name}.bias").clone() if has_bias else None)
+    return PackedLinear(read(f"{name}.weight"), read(f"{name}.bias") if has_bias else None)
 
 
 def _load_fused(prefix: str, names: tuple[str, ...], read: TensorReader, *, has_bias: bool) -> PackedLinear:

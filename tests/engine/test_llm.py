@@ -48,7 +48,7 @@ def test_one_bad_prompt_refuses_the_call_before_anything_runs(llm):
     with pytest.raises(RequestError, match="token id 99"):
         llm.generate([[1], [99]], GREEDY, show_progress=False)
     assert not llm.engine.has_unfinished()
-    assert llm.engine._runner.num_passes == 0
+    assert llm.engine.runner.num_passes == 0
 
 
 def test_no_prompts_are_no_completions(llm):

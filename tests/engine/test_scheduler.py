@@ -36,7 +36,7 @@ def test_no_step_exceeds_the_token_budget_and_every_decoding_request_gets_its_to
         decoding = {s.request_id for s in engine.scheduler.running if s.is_decoding}
         outputs = engine.step()
         assert decoding <= {o.request_id for o in outputs}
-    assert max(sum(len(r.token_ids) for r in rows) for rows in engine._runner.rows_per_pass) <= 16
+    assert max(sum(len(r.token_ids) for r in rows) for rows in engine.runner.rows_per_pass) <= 16
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_beside_drafting_requests():
@@ -56,7 +56,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_drafting_requests():
         if long.request_id in outputs:
             break
     assert 4 <= steps_until_long <= 8
-    assert all(len(r.token_ids) <= 16 for rows in engine._runner.rows_per_pass for r in rows)
+    assert all(len(r.token_ids) <= 16 for rows in engine.runner.rows_per_pass for r in rows)
 
 
 def test_a_prompt_of_any_chunking_gives_the_same_text():
@@ -120,7 +120,7 @@ def test_the_same_prompt_is_computed_once():
 def test_a_request_waits_for_a_place_and_not_longer():
     engine = make_engine(hashed_rule(16), 16, max_batch_size=1)
     transcripts = run_requests(engine, make_requests([[1], [2]], SamplingParams(temperature=0, max_tokens=3)))
-    assert engine._runner.num_passes == 6
+    assert engine.runner.num_passes == 6
     assert [len(t.token_ids) for t in transcripts.values()] == [3, 3]
 
 

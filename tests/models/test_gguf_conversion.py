@@ -127,6 +127,37 @@ def test_truncated_file_is_refused_and_leaves_nothing(
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
+def test_architecture_that_only_transformers_knows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    write_gguf(path, make_model("llama-tied", vocab_size=len(TOKENS)), architecture="stablelm")
+    with pytest.raises(CheckpointError, match="unsupported architecture"):
+        resolve_model(str(path), cache_dir=tmp_path / "cache")
+    assert list((tmp_path / "cache" / "models").iterdir()) == []
+
+
+def test_missing_tensor_is_named_instead_of_made_up(tmp_path: Path) -> None:
+    path = tmp_path / "holey.gguf"
+    model = make_model("llama", vocab_size=len(TOKENS))
+    write_gguf(path, model, without="model.layers.1.self_attn.v_proj.weight")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight is missing in .*holey"):
+        resolve_model(str(path), cache_dir=tmp_path / "cache")
+
+
+def test_tensor_that_the_conversion_would_drop_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "biased.gguf"
+    write_gguf(path, make_model("llama", vocab_size=len(TOKENS)), extra="blk.0.attn_q.bias")
+    with pytest.raises(CheckpointError, match=r"biased\.gguf holds 31 tensors of which 30 belong"):
+        resolve_model(str(path), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("way", "name"), [("tensor", r"rope_freqs\.weight"), ("keys", r"llama\.rope\.scaling\.type")])
+def test_rotary_scaling_is_refused_instead_of_dropped(tmp_path: Path, way: str, name: str) -> None:
+    path = tmp_path / "scaled.gguf"
+    write_gguf(path, make_model("llama", vocab_size=len(TOKENS)), scales_rotary=way)
+    with pytest.raises(CheckpointError, match=rf"scaled\.gguf scales its rotary frequencies \({name}\)"):
+        resolve_model(str(path), cache_dir=tmp_path / "cache")
+
+
 def test_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     write_gguf(path, make_model("llama", vocab_size=len(TOKENS)), architecture="rwkv6")
