@@ -50,6 +50,14 @@ def test_rms_norm_divides_by_the_root_mean_square() -> None:
     assert norm(torch.tensor([[3.0, 4.0]])).tolist()[0] == pytest.approx([3 / math.sqrt(12.5), 8 / math.sqrt(12.5)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_equals_torch_for_small_and_large_rows(dtype: torch.dtype) -> None:
+    """Where the mean square is below eps, eps must count."""
+    x = (torch.randn(5, 24) * torch.tensor([[0.0], [1e-4], [1.0], [100.0], [1e4]])).to(dtype)
+    weight = torch.randn(24).to(dtype)
+    torch.testing.assert_close(RMSNorm(weight, eps=1e-5)(x), F.rms_norm(x, (24,), weight, 1e-5))
+
+
 def test_gemma_norm_adds_one_to_its_weight_in_float32() -> None:
     """1 + 2^-9 is no bfloat16 number; its effect must not be lost before the product."""
     weight = torch.full((2,), 2.0**-9, dtype=torch.bfloat16)

@@ -1,0 +1,151 @@
+"""The promise on real decoders: tiny random float32 models with real rounding, real KV and real windows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, load, make_model
+from toys import (
+    FunctionProposer,
+    Transcript,
+    WordTokenizer,
+    drain,
+    make_requests,
+    random_prompts,
+    run_requests,
+    step_once,
+)
+
+from dspark.batch import BatchRow
+from dspark.config import BatchingConfig, CacheConfig, EngineConfig, SpeculationConfig
+from dspark.engine.engine import Engine
+from dspark.engine.page_allocator import PageAllocator
+from dspark.engine.runner import Runner
+from dspark.models.tokenizer import GenerationDefaults
+from dspark.request import SamplingParams
+from dspark.speculation.draft_model import DraftModelProposer
+from dspark.speculation.ngram import NgramProposer
+
+PROMPTS = random_prompts(12, VOCAB_SIZE, seed=5)
+NUM_PAGES, PAGE_SIZE = 80, 4
+TIE_GAP = 1e-5  # logits closer than this may fall either way when another number of rows is computed
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-window", "gemma2"])
+def decoder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    make_model(request.param).save_pretrained(folder)
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def small_decoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("draft")
+    make_model("llama", num_hidden_layers=1).save_pretrained(folder)
+    return load(folder)
+
+
+def engine_over(decoder, proposer=None, *, num_draft_tokens=5, num_pages=NUM_PAGES, max_batch_size=6) -> Engine:
+    return Engine(
+        runner=Runner(decoder, num_pages=num_pages, page_size=PAGE_SIZE),
+        tokenizer=WordTokenizer(VOCAB_SIZE),
+        allocator=PageAllocator(num_pages, PAGE_SIZE),
+        vocab_size=VOCAB_SIZE,
+        max_model_len=128,
+        config=EngineConfig(
+            model="toy",
+            speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
+            batching=BatchingConfig(max_size=max_batch_size, max_batch_tokens=32),
+            cache=CacheConfig(page_size=PAGE_SIZE),
+        ),
+        generation_defaults=GenerationDefaults(eos_token_ids=frozenset()),
+        proposer=proposer,
+    )
+
+
+def draft_model_over(decoder) -> DraftModelProposer:
+    runner = Runner(decoder, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    return DraftModelProposer(
+        runner.execute, vocab_size=VOCAB_SIZE, max_model_len=256, num_pages=NUM_PAGES, page_size=PAGE_SIZE
+    )
+
+
+@pytest.fixture(scope="module")
+def plain_texts(decoder):
+    """Each prompt alone, without drafts."""
+    requests = make_requests(PROMPTS, SamplingParams(temperature=0, max_tokens=32))
+    return [run_requests(engine_over(decoder), [request])[request.request_id].token_ids for request in requests]
+
+
+def worst_gap(decoder, prompt, token_ids) -> float:
+    """Return by how much any emitted token falls short of the argmax of its own prefix, in one fresh pass (A4)."""
+    runner = Runner(decoder, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+    text = [*prompt, *token_ids]
+    row = BatchRow(token_ids=text[:-1], start_position=0, page_ids=range(40), num_logits=len(token_ids))
+    logits = runner.execute([row])
+    emitted = logits.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+    return float((logits.amax(dim=1) - emitted).max())
+
+
+@pytest.mark.parametrize("kind", ["scripted", "random", "ngram", "draft model", "itself"])
+def test_greedy_text_is_plain_decodings_on_real_decoders(decoder, small_decoder, plain_texts, kind):
+    """A2, A4, A5, H3, H4: ragged accepts around the window's edge, joins, preemption and prefix hits."""
+    generator = np.random.default_rng(1)
+
+    def scripted(context):
+        """Right until a random position."""
+        index = next(i for i, p in enumerate(PROMPTS) if list(context.token_ids[: len(p)]) == p)
+        done = len(context.token_ids) - len(PROMPTS[index])
+        right = plain_texts[index][done : done + generator.integers(0, 9)]
+        return [*right, *generator.integers(0, VOCAB_SIZE, 9)][: context.num_draft_tokens]
+
+    proposers = {
+        "scripted": lambda: FunctionProposer(scripted),
+        "random": lambda: FunctionProposer(lambda c: generator.integers(0, VOCAB_SIZE, c.num_draft_tokens).tolist()),
+        "ngram": NgramProposer,
+        "draft model": lambda: draft_model_over(small_decoder),
+        "itself": lambda: draft_model_over(decoder),
+    }
+    for length in (1, 2, 3, 7, 15):
+        engine = engine_over(decoder, proposers[kind](), num_draft_tokens=length)
+        requests = make_requests(PROMPTS, SamplingParams(temperature=0, max_tokens=32))
+        transcripts = {r.request_id: Transcript() for r in requests}
+        for request in requests:
+            engine.add_request(request)
+            step_once(engine, transcripts)
+        drain(engine, transcripts)
+        for i, prompt in enumerate(PROMPTS):
+            token_ids = transcripts[f"r{i}"].token_ids
+            assert worst_gap(decoder, prompt, token_ids) < TIE_GAP
+            assert token_ids == plain_texts[i], (length, i)
+
+
+def test_a_target_that_drafts_for_itself_is_fully_accepted(decoder):
+    """A6, H1, H2: any hole or surplus in the draft cache would cost acceptance."""
+    engine = engine_over(decoder, draft_model_over(decoder), num_draft_tokens=4)
+    request = make_requests(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=61))
+    (transcript,) = run_requests(engine, request).values()
+    stats = transcript.last.speculation
+    assert (stats.num_verified, stats.num_accepted, stats.num_rounds) == (48, 48, 13)
+
+
+def test_seeded_text_does_not_depend_on_the_draft_model_or_the_crowd(decoder, small_decoder):
+    """C1, C4: coupled verification with real rounding."""
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=24, top_k=(0, 20)[i % 2]) for i in range(len(PROMPTS))]
+    requests = make_requests(PROMPTS, params)
+    plain = [run_requests(engine_over(decoder), [r])[r.request_id].token_ids for r in requests]
+    for proposer in (draft_model_over(small_decoder), draft_model_over(decoder), NgramProposer()):
+        transcripts = run_requests(engine_over(decoder, proposer), requests)
+        assert [transcripts[r.request_id].token_ids for r in requests] == plain
+
+
+def test_the_draft_model_keeps_its_acceptance_after_a_prefix_hit_and_a_preemption(decoder):
+    """H11, H13, H16: the target as its own drafter stays perfect, so every KV it reads is right."""
+    engine = engine_over(decoder, draft_model_over(decoder), num_draft_tokens=3, num_pages=40, max_batch_size=4)
+    prompts = [PROMPTS[0] + PROMPTS[1] + [i] for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    transcripts = run_requests(engine, make_requests(prompts, params))
+    assert engine.metrics.registry.get_sample_value("vllm:num_preemptions_total", {"model_name": "toy"}) > 0
+    assert sum(t.last.num_cached_tokens for t in transcripts.values()) > 0
+    assert {t.last.speculation.acceptance_rate for t in transcripts.values()} == {1.0}
