@@ -161,6 +161,7 @@ class DraftBench:
         self.proposer = DraftModelProposer(
             self.model.execute,
             vocab_size=vocab_size,
+            draft_vocab_size=model_vocab_size,
             max_model_len=max_model_len,
             num_pages=num_pages,
             page_size=page_size,

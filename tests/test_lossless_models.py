@@ -67,7 +67,12 @@ def engine_over(decoder, proposer=None, *, num_draft_tokens=5, num_pages=NUM_PAG
 def draft_model_over(decoder) -> DraftModelProposer:
     runner = Runner(decoder, num_pages=NUM_PAGES, page_size=PAGE_SIZE)
     return DraftModelProposer(
-        runner.execute, vocab_size=VOCAB_SIZE, max_model_len=256, num_pages=NUM_PAGES, page_size=PAGE_SIZE
+        runner.execute,
+        vocab_size=VOCAB_SIZE,
+        draft_vocab_size=VOCAB_SIZE,
+        max_model_len=256,
+        num_pages=NUM_PAGES,
+        page_size=PAGE_SIZE,
     )
 
 
@@ -149,3 +154,19 @@ def test_the_draft_model_keeps_its_acceptance_after_a_prefix_hit_and_a_preemptio
     assert engine.metrics.registry.get_sample_value("vllm:num_preemptions_total", {"model_name": "toy"}) > 0
     assert sum(t.last.num_cached_tokens for t in transcripts.values()) > 0
     assert {t.last.speculation.acceptance_rate for t in transcripts.values()} == {1.0}
+
+
+def test_what_is_not_a_number_does_not_outlive_its_request(decoder):
+    """The next owner of a broken request's pages reads zeros in their unused slots, not NaN."""
+    engine = engine_over(decoder, num_pages=4)
+    pools = engine.runner._kv_cache.pools
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    healthy = run_requests(engine, make_requests([prompt], SamplingParams(temperature=0, max_tokens=3)))["r0"].token_ids
+    engine.add_request(make_requests([[9] * 10], SamplingParams(temperature=0, max_tokens=5), prefix="broken")[0])
+    engine.step()
+    for pool in pools:
+        pool[engine.scheduler.running[0].page_ids] = float("nan")
+    (output,) = engine.step()
+    assert output.finish_reason == "error"
+    again = run_requests(engine, make_requests([prompt], SamplingParams(temperature=0, max_tokens=3), prefix="s"))
+    assert again["s0"].token_ids == healthy

@@ -107,6 +107,7 @@ def _make_proposer(model: LoadedModel, num_pages: int, config: EngineConfig) -> 
     return DraftModelProposer(
         runner.execute,
         vocab_size=model.decoder.config.vocab_size,
+        draft_vocab_size=drafter.decoder.config.vocab_size,
         max_model_len=drafter.decoder.config.max_position,
         num_pages=num_pages,
         page_size=config.cache.page_size,

@@ -178,6 +178,9 @@ class Engine:
         sequence.draft = NO_DRAFT
         if result.error is not None:
             logger.error("request %s: %s", sequence.request_id, result.error)
+            # What is not a number in a page would spread: attention multiplies even masked values, by zero.
+            self.runner.clear_pages(self.allocator.discard(sequence.page_ids))
+            sequence.page_ids = []
             self._end_early(sequence, FinishReason.ERROR, result.error)
             return
         num_verified = len(row.draft.token_ids)

@@ -20,6 +20,10 @@ class TargetRunner(Protocol):
         """Return logits [N, V] float32 of the last `num_logits` tokens of each row, in order."""
         ...
 
+    def clear_pages(self, page_ids: Sequence[int]) -> None:
+        """Overwrite pages that may hold what is not a number."""
+        ...
+
 
 class Runner:
     """A decoder with a paged KV pool of `num_pages` pages."""
@@ -37,3 +41,9 @@ class Runner:
         batch = build_forward_batch(rows, page_size=self._page_size, device=self.decoder.device)
         hidden, _ = self.decoder(batch, self._kv_cache)
         return self.decoder.compute_logits(hidden.index_select(0, batch.logits_indices))
+
+    @torch.inference_mode()
+    def clear_pages(self, page_ids: Sequence[int]) -> None:
+        """Overwrite pages with zeros."""
+        for pool in self._kv_cache.pools:
+            pool[list(page_ids)] = 0

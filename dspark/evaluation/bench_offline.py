@@ -29,7 +29,7 @@ from dspark.request import Request, SamplingParams, SpeculationStats
 
 PLAIN = "none"
 TRANSFORMERS = "transformers"  # `transformers.generate`, one stream at a time, as a baseline
-CEILING_CONTEXT_LEN = 128  # tokens of context in the forward pass timed as ceiling
+CEILING_CONTEXT_LEN = 64  # tokens of context in the forward pass timed as ceiling
 
 
 @dataclass(frozen=True, kw_only=True)

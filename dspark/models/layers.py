@@ -26,13 +26,17 @@ class PackedLinear:
         self.num_outputs, self.num_inputs = weight.shape
         self._bias = bias
         self._is_packed = _can_pack(weight)
+        self._min_rows = _min_packed_rows(weight.dtype)
         with torch.no_grad():
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
-        if self._is_packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return F.linear(x, self._weight, self._bias)
+        if not self._is_packed:
+            return F.linear(x, self._weight, self._bias)
+        num_rows = x.shape[0]
+        if num_rows < self._min_rows:
+            x = F.pad(x, (0, 0, 0, self._min_rows - num_rows))
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")[:num_rows]
 
 
 def _can_pack(weight: Tensor) -> bool:
@@ -41,6 +45,15 @@ def _can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.float32:
         return True
     return weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _min_packed_rows(dtype: torch.dtype) -> int:
+    """Return how many rows a packed product should have at least.
+
+    With AVX-512 the float32 kernel reads the weights about 15 % slower for one to three rows than for four, so
+    padding pays; with AVX2 fewer rows are faster. A rule, not a measurement: two runs must not round differently.
+    """
+    return 4 if dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
 
 
 class RMSNorm:

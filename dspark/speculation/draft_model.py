@@ -66,6 +66,7 @@ class DraftModelProposer:
         execute: Execute,
         *,
         vocab_size: int,  # of the target; ids at or above it are never proposed
+        draft_vocab_size: int,  # ids the draft model can read; a text with others gets no draft
         max_model_len: int,  # of the draft model; a text that would pass it gets shorter drafts, then none
         num_pages: int,
         page_size: int,
@@ -74,6 +75,7 @@ class DraftModelProposer:
         assert min(vocab_size, max_model_len, num_pages, page_size, max_batch_tokens) > 0, (vocab_size, num_pages)
         self._execute = execute
         self._vocab_size = vocab_size
+        self._draft_vocab_size = draft_vocab_size
         self._max_model_len = max_model_len
         self._page_size = page_size
         self._max_batch_tokens = max_batch_tokens
@@ -125,6 +127,9 @@ class DraftModelProposer:
         num_valid = self._num_valid(fed, context)
         # Accepted drafts were fed as drafts: only now are their pages known to hold committed text.
         self._mark_filled(context, range(fed.num_committed // self._page_size, num_valid // self._page_size))
+        if max(context.token_ids[num_valid:]) >= self._draft_vocab_size:
+            fed.is_switched_off = True
+            return None
         fed.token_ids = list(context.token_ids[:num_valid])
         fed.page_ids = list(context.page_ids)
         fed.page_serials = list(context.page_serials)

@@ -420,3 +420,12 @@ def test_any_history_of_events_leaves_the_drafts_right(seed):
                 kept = draft.token_ids[: int(generator.integers(K + 1))]
                 member.token_ids.extend([*kept, int(generator.integers(32))])
     assert num_checked > 100
+
+
+def test_a_text_with_ids_the_draft_model_cannot_read_gets_no_draft_and_holds_nobody_up():
+    """I3: the target has rows beyond the draft model's embedding."""
+    bench = DraftBench(model_vocab_size=24, vocab_size=32)
+    readable, unreadable = bench.request("a", [1, 2, 3]), bench.request("b", [1, 30, 3])
+    drafts = bench.propose(readable, unreadable)
+    assert len(drafts[0].token_ids) > 0
+    assert drafts[1].token_ids == []
