@@ -22,8 +22,7 @@ class TransformersBaseline:
 
     @torch.inference_mode()
     def run(self, prompt_ids: list[list[int]], max_tokens: int, temperature: float) -> dict[str, Any]:
-        """Decode every prompt in turn and return the fields of a `PassResult`. Each prompt's first token is timed
-        by the streamer hook of `generate`."""
+        """Decode every prompt in turn and return the fields of a `PassResult`."""
         tokens, ttft_s, tpot_s = [], [], []
         start = time.perf_counter()
         for ids in prompt_ids:
@@ -33,8 +32,8 @@ class TransformersBaseline:
             output = self._model.generate(
                 torch.tensor([ids], device=self._model.device),
                 max_new_tokens=max_tokens,
-                eos_token_id=self._eos,
-                pad_token_id=self._eos[0],
+                eos_token_id=self._eos or None,
+                pad_token_id=self._eos[0] if self._eos else 0,
                 streamer=clock,
                 **sampling,
             )
