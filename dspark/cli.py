@@ -191,7 +191,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _greeting(url: str, model_name: str) -> str:
-    body = json.dumps({"model": model_name, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    body = json.dumps({"model": model_name, "messages": messages, "temperature": 0, "max_tokens": 64})
     return f"""\
 {model_name} is served at {url}. Try it from another terminal:
 

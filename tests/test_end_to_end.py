@@ -93,6 +93,7 @@ def test_the_metrics_report_acceptance_under_vllms_names(server):
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
     assert all(f"vllm:spec_decode_{name}_total{{" in text for name in names)
     assert 'position="0"' in text
+    assert "_created" not in text
 
 
 def test_sigterm_finishes_what_runs_and_exits_cleanly(server):

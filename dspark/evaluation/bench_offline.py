@@ -229,8 +229,8 @@ def _summary(key: tuple[str, int], results: dict[tuple[str, int], list[PassResul
         "ratio_to_plain_max": round(max(ratios), 3),
         "tpot_ms_p50": round(1e3 * statistics.median([t for p in passes for t in p.tpot_s] or [0.0]), 2),
         "ttft_ms_p50": round(1e3 * statistics.median([t for p in passes for t in p.ttft_s]), 2),
-        "accepted_length": round(stats.accepted_length, 3),
-        "acceptance_rate": round(stats.acceptance_rate, 3),
+        "accepted_length": round(stats.accepted_length, 3) if stats.num_rounds else None,
+        "acceptance_rate": round(stats.acceptance_rate, 3) if stats.num_verified else None,
         "identical_to_plain": round(
             statistics.fmean(
                 a == b
@@ -273,13 +273,17 @@ def print_report(report: dict, console: Console) -> None:
             f"{run['ratio_to_plain_min']:.2f}..{run['ratio_to_plain_max']:.2f}",
             f"{run['tpot_ms_p50']:.1f}",
             f"{run['ttft_ms_p50']:.0f}",
-            f"{run['accepted_length']:.2f}",
-            f"{run['acceptance_rate']:.2f}",
+            _or_dash(run["accepted_length"]),
+            _or_dash(run["acceptance_rate"]),
             f"{run['identical_to_plain']:.2f}",
             outside,
         )
     console.print(table)
     print(json.dumps(report))
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _cpu_name() -> str:
