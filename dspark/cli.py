@@ -219,8 +219,10 @@ def _generate(args: argparse.Namespace) -> int:
     completions = llm.generate(prompts, sampling, show_progress=sys.stderr.isatty())
     for completion in completions:
         print(completion.text)
+        if completion.error is not None:
+            print(f"dspark: error: {completion.error}", file=sys.stderr)
     _print_speed(completions)
-    return 0
+    return int(any(completion.error is not None for completion in completions))
 
 
 def _print_speed(completions: Sequence[Any]) -> None:
@@ -245,7 +247,7 @@ def _bench(args: argparse.Namespace) -> int:
     from dspark.evaluation.prompts import load_prompts
 
     bench = BenchConfig(
-        drafters=tuple(args.drafters.split(",")),
+        drafters=tuple(name.strip() for name in args.drafters.split(",")),
         concurrency=_integers("--concurrency", args.concurrency),
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -253,9 +255,12 @@ def _bench(args: argparse.Namespace) -> int:
         seed=args.seed,
         compare_transformers=args.compare_transformers,
     )
+    if args.num_prompts is not None and args.num_prompts < 1:
+        raise DsparkError(f"--num-prompts ({args.num_prompts}) must be at least 1")
     prompts = load_prompts(args.prompts)[: args.num_prompts]
     status = Console(stderr=True)
     report = run_bench(engine_config(args), bench, prompts, progress=lambda line: status.print(line, highlight=False))
+    report["command"] = ["dspark", *sys.argv[1:]]
     print_report(report, Console(width=None if sys.stdout.isatty() else 160))
     return 0
 

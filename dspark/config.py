@@ -56,7 +56,7 @@ class CacheConfig:
     """The paged KV cache."""
 
     page_size: int = 16  # tokens per page
-    num_tokens: int | None = None  # capacity in tokens; None: max_size requests of 1024 tokens, at most 2 GiB
+    num_tokens: int | None = None  # capacity in tokens; None: max_size requests of 1024 tokens, at most 2 GiB in all
     prefix_caching: bool = True  # reuse the KV of prompts that begin alike
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class EngineConfig:
 
     model: str = DEFAULT_MODEL  # "smollm2-135m", a local folder, a GGUF file or a hub id
     drafter: str = "ngram"  # "none", "ngram", or a smaller model of the same vocabulary (folder, GGUF or hub id)
-    dtype: str = "auto"  # "auto" is float32 on CPU, the checkpoint's own type elsewhere
+    dtype: str = "auto"  # "auto" is float32 on CPU, bfloat16 elsewhere
     device: str = "cpu"  # a torch device
     num_threads: int | None = None  # CPU threads of the forward pass; None: torch's choice
     max_model_len: int | None = None  # prompt plus output; None: what the model allows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -15,6 +16,8 @@ from dspark.errors import RequestError
 GREEDY_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LEN = 1024  # characters; the search tables grow with it
+MAX_STOP_TOKEN_IDS = 1024
 MAX_DRAFT_TOKENS = 64  # no drafter is trained for more, and a round's cost grows with it
 
 
@@ -63,13 +66,21 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) exceeds max_tokens ({self.max_tokens}); lower min_tokens",
                 param="min_tokens",
             )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop"
-            )
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        for name, values, limit in (
+            ("stop", self.stop, MAX_STOP_STRINGS),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ):
+            if len(values) > limit:
+                raise RequestError(f"{name} has {len(values)} entries, at most {limit} are allowed", param=name)
         for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop ({text!r}) must hold non-empty strings", param="stop")
+            if not isinstance(text, str) or not text or len(text) > MAX_STOP_STRING_LEN:
+                raise RequestError(
+                    f"stop ({reprlib.repr(text)}) must hold strings of 1 to {MAX_STOP_STRING_LEN} characters",
+                    param="stop",
+                )
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, low=0)
 
@@ -82,7 +93,7 @@ def _check_number(name: str, value: float, *, low: float, high: float = math.inf
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not low <= value <= high:
         bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-        raise RequestError(f"{name} ({value!r}) must be a finite number, {bound}", param=name)
+        raise RequestError(f"{name} ({reprlib.repr(value)}) must be a finite number, {bound}", param=name)
 
 
 def _check_integer(name: str, value: int | None, *, low: int, high: int | None = None) -> None:
@@ -91,7 +102,7 @@ def _check_integer(name: str, value: int | None, *, low: int, high: int | None =
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < low or (high is not None and value > high):  # type: ignore[operator]
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} ({value!r}) must be an integer, {bound}", param=name)
+        raise RequestError(f"{name} ({reprlib.repr(value)}) must be an integer, {bound}", param=name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +117,13 @@ class Request:
 
 @dataclass(kw_only=True)
 class SpeculationStats:
-    """Counts of one request. A round is one verification pass; `num_emitted` counts tokens the client got."""
+    """Counts of one request. A round is one decoding pass; the pass that ends the prefill is none."""
 
     num_rounds: int = 0
     num_drafted: int = 0  # proposed by the drafter
     num_verified: int = 0  # of these, checked by the target (the rest were trimmed)
-    num_accepted: int = 0  # of these, accepted and emitted (a stop inside a block cuts the rest)
-    num_emitted: int = 0  # accepted plus corrected or bonus tokens, over all rounds
+    num_accepted: int = 0  # of these, accepted by the target
+    num_emitted: int = 0  # tokens the client got from these rounds; an end inside a block cuts accepted ones
 
     @property
     def accepted_length(self) -> float:

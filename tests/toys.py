@@ -78,9 +78,6 @@ class ToyRunner:
             logits += [self.rule(context[: end - row.num_logits + 1 + k]) for k in range(row.num_logits)]
         return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, self.vocab_size)
 
-    def clear_pages(self, page_ids: Sequence[int]) -> None:
-        self.pool.reshape(-1, self.page_size)[list(page_ids)] = -1
-
 
 class FunctionProposer:
     """Drafts what `draft(context)` returns, cut to the allowed length; remembers every context it saw."""

@@ -13,7 +13,7 @@ from dspark.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import Runner
-from dspark.errors import ConfigError, RequestError
+from dspark.errors import CheckpointError, ConfigError, RequestError
 from dspark.models.decoder import Decoder
 from dspark.models.kv_cache import num_bytes_per_token
 from dspark.models.model_source import ModelFolder, resolve_model
@@ -70,9 +70,19 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
 
 def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
     """Return an engine over a loaded model, with a KV pool and a proposer of its own."""
+    _check_text_side(model)
+    drafter = _load_drafter(model, config)
     page_size = config.cache.page_size
     max_model_len = _max_model_len(model.decoder, config)
-    num_pages = -(-_cache_tokens(model.decoder, max_model_len, config) // page_size)
+    decoders = [model.decoder] if drafter is None else [model.decoder, drafter.decoder]
+    num_pages = -(-_cache_tokens(decoders, max_model_len, config) // page_size)
+    if num_pages * page_size < max_model_len:
+        logger.warning(
+            "requests are limited to %d tokens instead of %d, for that is what the KV cache holds; raise it with "
+            "--cache-tokens (cache.num_tokens) where memory allows",
+            num_pages * page_size,
+            max_model_len,
+        )
     runner = Runner(model.decoder, num_pages=num_pages, page_size=page_size)
     return Engine(
         runner=runner,
@@ -82,7 +92,7 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         max_model_len=min(max_model_len, num_pages * page_size),
         config=config,
         generation_defaults=model.generation_defaults,
-        proposer=_make_proposer(model, num_pages, config),
+        proposer=_make_proposer(model, drafter, num_pages, config),
         model_name=model.folder.name,
     )
 
@@ -96,13 +106,38 @@ def warm_up(engine: Engine) -> None:
             engine.tokenizer.render_chat([{"role": "user", "content": ""}])
 
 
-def _make_proposer(model: LoadedModel, num_pages: int, config: EngineConfig) -> Proposer | None:
-    if config.drafter == "none":
+def _check_text_side(model: LoadedModel) -> None:
+    """Raise `CheckpointError` when the tokenizer or the end tokens do not fit the weights."""
+    num_rows, folder = model.decoder.config.vocab_size, model.folder.path
+    largest_id = max(model.tokenizer.vocabulary().values(), default=0)
+    if largest_id >= num_rows:
+        raise CheckpointError(
+            f"the tokenizer in {folder} has token ids up to {largest_id}, but the embedding has {num_rows} rows; "
+            "use the tokenizer files of this checkpoint"
+        )
+    bad_ids = sorted(i for i in model.generation_defaults.eos_token_ids if i >= num_rows)
+    if bad_ids:
+        raise CheckpointError(
+            f"eos_token_id {bad_ids[0]} in {folder} is no row of the embedding ({num_rows} rows); correct "
+            "generation_config.json or config.json"
+        )
+
+
+def _load_drafter(model: LoadedModel, config: EngineConfig) -> LoadedModel | None:
+    """Load the draft model that the settings name, if any, and check that its vocabulary is the target's."""
+    if config.drafter in ("none", "ngram"):
         return None
-    if config.drafter == "ngram":
-        return NgramProposer()
     drafter = load_model(config.drafter, config)
+    _check_text_side(drafter)
     compare_vocabularies(model.tokenizer, drafter.tokenizer)
+    return drafter
+
+
+def _make_proposer(
+    model: LoadedModel, drafter: LoadedModel | None, num_pages: int, config: EngineConfig
+) -> Proposer | None:
+    if drafter is None:
+        return NgramProposer() if config.drafter == "ngram" else None
     runner = Runner(drafter.decoder, num_pages=num_pages, page_size=config.cache.page_size)
     return DraftModelProposer(
         runner.execute,
@@ -120,23 +155,19 @@ def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
-        raise ConfigError(f"max_model_len ({config.max_model_len}) exceeds what the model was made for ({limit})")
+        raise ConfigError(
+            f"max_model_len ({config.max_model_len}) exceeds what the model was made for ({limit}); lower it"
+        )
     return config.max_model_len
 
 
-def _cache_tokens(decoder: Decoder, max_model_len: int, config: EngineConfig) -> int:
-    """Return the KV capacity in tokens: as configured, or a share of memory that holds at least one request."""
+def _cache_tokens(decoders: list[Decoder], max_model_len: int, config: EngineConfig) -> int:
+    """Return the KV capacity in tokens: as configured, or what the default number of bytes holds in all pools."""
     if config.cache.num_tokens is not None:
-        if config.cache.num_tokens < max_model_len:
-            logger.warning(
-                "the KV cache holds %d tokens, so requests are limited to that instead of %d",
-                config.cache.num_tokens,
-                max_model_len,
-            )
         return config.cache.num_tokens
-    bytes_per_token = num_bytes_per_token(decoder.config, decoder.dtype)
-    wanted = config.batching.max_size * min(max_model_len, DEFAULT_TOKENS_PER_REQUEST)
-    return max(max_model_len, min(wanted, DEFAULT_CACHE_BYTES // bytes_per_token))
+    bytes_per_token = sum(num_bytes_per_token(decoder.config, decoder.dtype) for decoder in decoders)
+    wanted = max(max_model_len, config.batching.max_size * DEFAULT_TOKENS_PER_REQUEST)
+    return min(wanted, DEFAULT_CACHE_BYTES // bytes_per_token)
 
 
 def _torch_device(name: str) -> torch.device:

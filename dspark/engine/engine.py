@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from dspark.batch import BatchRow
 from dspark.config import EngineConfig
 from dspark.engine.output import OutputProcessor
@@ -57,6 +59,7 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
         self._pending_outputs: list[RequestOutput] = []
         self._phase_s: dict[str, float] = {}
+        self._num_drafter_failures = 0
 
     def validate(self, request: Request) -> None:
         """Raise `RequestError` when this model cannot serve the request. Pure; callable from any thread."""
@@ -178,19 +181,17 @@ class Engine:
         sequence.draft = NO_DRAFT
         if result.error is not None:
             logger.error("request %s: %s", sequence.request_id, result.error)
-            # What is not a number in a page would spread: attention multiplies even masked values, by zero.
-            self.runner.clear_pages(self.allocator.discard(sequence.page_ids))
-            sequence.page_ids = []
             self._end_early(sequence, FinishReason.ERROR, result.error)
             return
         num_verified = len(row.draft.token_ids)
         assert 1 <= len(result.token_ids) <= num_verified + 1, (result, num_verified)
         appended = sequence.output.append(result.token_ids)
         token_ids = result.token_ids[: appended.num_kept]
-        num_accepted = min(result.num_accepted, appended.num_kept)
+        if row.is_round:
+            self._count_round(sequence, num_verified, result.num_accepted, len(token_ids))
+        self.metrics.generation_tokens.inc(len(token_ids))
         sequence.token_ids.extend(token_ids)
-        sequence.num_computed += num_accepted
-        self._count_round(sequence, num_verified, num_accepted, len(token_ids))
+        sequence.num_computed += min(result.num_accepted, len(token_ids))
 
         output = sequence.make_output()
         output.text, output.token_ids = appended.text, token_ids
@@ -219,11 +220,11 @@ class Engine:
             drafts = self._proposer.propose(contexts)
             self._check_drafts(drafts, contexts)
         except Exception:  # a drafter must never cost a request its answer: this round is decoded plainly
-            logger.exception("the %s drafter failed; this round goes on without drafts", self._proposer.name)
-            self.metrics.num_drafter_failures.inc()
-            return
+            self._count_drafter_failure(self._proposer.name)
+            drafts = [NO_DRAFT] * len(drafting)
         for (sequence, _), draft in zip(drafting, drafts, strict=True):
             sequence.draft = draft
+            sequence.shrink_pages(len(sequence.token_ids) + len(draft.token_ids), self.allocator)
             sequence.stats.num_drafted += len(draft.token_ids)
             self.metrics.num_drafted.inc(len(draft.token_ids))
 
@@ -246,6 +247,13 @@ class Engine:
                 raise ValueError(f"{len(draft.token_ids)} tokens drafted, {context.num_draft_tokens} allowed")
             if any(not 0 <= token_id < self.vocab_size for token_id in draft.token_ids):
                 raise ValueError(f"drafted ids {draft.token_ids} leave the vocabulary of {self.vocab_size}")
+            if draft.probs is not None:
+                wanted = (len(draft.token_ids), self.vocab_size)
+                if draft.probs.shape != wanted or draft.probs.dtype != torch.float32:
+                    raise ValueError(f"probs are {draft.probs.dtype} {tuple(draft.probs.shape)}, not float32 {wanted}")
+                drawn = draft.probs[range(len(draft.token_ids)), draft.token_ids]
+                if not bool((drawn > 0.0).all()):  # also for NaN
+                    raise ValueError(f"drafted ids {draft.token_ids} have probabilities {drawn.tolist()}")
 
     # -- ends ----------------------------------------------------------------------------------------------
 
@@ -277,7 +285,6 @@ class Engine:
         stats.num_verified += num_verified
         stats.num_accepted += num_accepted
         stats.num_emitted += num_emitted
-        self.metrics.generation_tokens.inc(num_emitted)
         if num_verified:
             self.metrics.observe_round(num_verified=num_verified, num_accepted=num_accepted, num_emitted=num_emitted)
 
@@ -289,6 +296,14 @@ class Engine:
                 self.metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
                 self.metrics.prefix_cache_queries.inc(sequence.num_prompt_tokens)
                 self.metrics.prefix_cache_hits.inc(sequence.num_cached_tokens)
+
+    def _count_drafter_failure(self, name: str) -> None:
+        self._num_drafter_failures += 1
+        self.metrics.num_drafter_failures.inc()
+        if self._num_drafter_failures in (1, 10, 100) or self._num_drafter_failures % 1000 == 0:  # not at every step
+            logger.exception(
+                "the %s drafter failed (%d times so far); rounds go on without drafts", name, self._num_drafter_failures
+            )
 
     def _update_gauges(self) -> None:
         self.metrics.num_running.set(len(self.scheduler.running))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,6 +35,7 @@ class Completion:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    error: str | None = None  # with FinishReason.ERROR: why this prompt could not be finished
     stop_reason: int | str | None  # the stop token id or stop string that ended it
     num_cached_tokens: int  # prompt tokens whose KV was reused
     speculation: SpeculationStats
@@ -97,8 +98,8 @@ class LLM:
         """Continue each prompt and return the completions in order.
 
         A prompt is raw text (special tokens in it are parsed) or a list of token ids. One `SamplingParams`
-        serves all prompts, or give one for each. Raises `RequestError` before anything runs when any prompt
-        cannot be served. Ctrl-C ends all of them and leaves the engine usable.
+        serves all prompts, or give one for each; without any, the model's recommendations apply. Raises
+        `RequestError` before anything runs when any prompt cannot be served. Ctrl-C ends all of them and leaves the engine usable.
         """
         texts = _as_prompt_list(prompts)
         requests = [
@@ -129,11 +130,17 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, show_progress=show_progress)
 
+    def default_sampling_params(self) -> SamplingParams:
+        """Return what the model recommends for sampling, and our own defaults for the rest."""
+        recommended = asdict(self.engine.generation_defaults)
+        del recommended["eos_token_ids"]
+        return SamplingParams(**{name: value for name, value in recommended.items() if value is not None})
+
     def _params_for(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
@@ -146,12 +153,12 @@ class LLM:
     def _run(self, requests: list[Request], prompts: list[str | None], show_progress: bool) -> list[Completion]:
         start = time.monotonic()
         gathered = {r.request_id: _Gathered(request=r, prompt=p) for r, p in zip(requests, prompts, strict=True)}
-        for request in requests:
-            self.engine.add_request(request)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         try:
             with Progress(*columns, disable=not show_progress, transient=True) as progress:
                 task = progress.add_task("Generating", total=len(requests))
+                for request in requests:
+                    self.engine.add_request(request)
                 num_tokens = 0
                 while self.engine.has_unfinished():
                     for output in self.engine.step():
@@ -191,14 +198,13 @@ class _Gathered:
         last = self.last
         assert last is not None, self.request.request_id
         assert last.finish_reason is not None, last
-        if last.finish_reason is FinishReason.ERROR:
-            raise RuntimeError(f"request {self.request.request_id} failed: {last.error}")
         return Completion(
             prompt=self.prompt,
             prompt_token_ids=list(self.request.prompt_token_ids),
             text=self.text,
             token_ids=self.token_ids or [],
             finish_reason=last.finish_reason,
+            error=last.error,
             stop_reason=last.stop_reason,
             num_cached_tokens=last.num_cached_tokens,
             speculation=last.speculation,

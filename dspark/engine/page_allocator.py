@@ -83,15 +83,6 @@ class PageAllocator:
             else:
                 self._free.append(page_id)
 
-    def discard(self, page_ids: Sequence[int]) -> list[int]:
-        """Give up pages whose content is unusable; return those nobody else owns, which no prefix finds any more."""
-        orphans = [page_id for page_id in page_ids if self._num_owners[page_id] == 1]
-        for page_id in orphans:
-            if page_id in self._hash_of_page:
-                del self._page_of_hash[self._hash_of_page.pop(page_id)]
-        self.release(page_ids)
-        return orphans
-
     def register(self, page_id: int, content_hash: bytes) -> None:
         """Make a full page of committed tokens findable; a page with the same content that came first stays."""
         assert self._num_owners[page_id] > 0, f"page {page_id} is registered but has no owner"

@@ -20,10 +20,6 @@ class TargetRunner(Protocol):
         """Return logits [N, V] float32 of the last `num_logits` tokens of each row, in order."""
         ...
 
-    def clear_pages(self, page_ids: Sequence[int]) -> None:
-        """Overwrite pages that may hold what is not a number."""
-        ...
-
 
 class Runner:
     """A decoder with a paged KV pool of `num_pages` pages."""
@@ -38,12 +34,26 @@ class Runner:
     @torch.inference_mode()
     def execute(self, rows: Sequence[BatchRow]) -> Tensor:
         """Write the KV of all rows and return logits [N, V] float32 where `num_logits` asks for them."""
+        self._clear_new_pages(rows)
         batch = build_forward_batch(rows, page_size=self._page_size, device=self.decoder.device)
         hidden, _ = self.decoder(batch, self._kv_cache)
         return self.decoder.compute_logits(hidden.index_select(0, batch.logits_indices))
 
-    @torch.inference_mode()
-    def clear_pages(self, page_ids: Sequence[int]) -> None:
-        """Overwrite pages with zeros."""
-        for pool in self._kv_cache.pools:
-            pool[list(page_ids)] = 0
+    def _clear_new_pages(self, rows: Sequence[BatchRow]) -> None:
+        """Overwrite what an earlier owner left in pages that these rows begin.
+
+        Attention reads whole pages and multiplies masked values by zero, which does not help against what is not a
+        number: without this a request whose numbers broke would break the next owners of its pages.
+        """
+        size = self._page_size
+        new_pages = [
+            page_id
+            for row in rows
+            for page_id in row.page_ids[
+                -(-row.start_position // size) : -(-(row.start_position + len(row.token_ids)) // size)
+            ]
+        ]
+        if new_pages:
+            indices = torch.tensor(new_pages, device=self.decoder.device)
+            for pool in self._kv_cache.pools:
+                pool.index_fill_(0, indices, 0)

@@ -33,6 +33,11 @@ class ScheduledRow:
         """Whether the row reaches the last committed token, so that new tokens come out."""
         return self.num_tokens == self.sequence.num_uncomputed
 
+    @property
+    def is_round(self) -> bool:
+        """Whether the row decodes rather than ends a prefill. Ask before the sequence grows."""
+        return self.sequence.num_output_tokens > 0 and self.num_tokens == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledStep:
@@ -122,7 +127,7 @@ class Scheduler:
         budget -= sum(s.num_uncomputed for s in prefilling)
         while self.waiting and budget > 0 and len(self.running) < self._batching.max_size:
             sequence = self.waiting[0]
-            if not self._acquire_pages(sequence):
+            if not self._acquire_pages(sequence) and not (self._drop_draft_pages() and self._acquire_pages(sequence)):
                 return
             self.waiting.popleft()
             self.running.append(sequence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dspark.engine.output import OutputProcessor
 from dspark.engine.page_allocator import ROOT_HASH, PageAllocator, page_hash
@@ -11,7 +11,7 @@ from dspark.request import Request, RequestOutput, SpeculationStats
 from dspark.speculation.proposal import NO_DRAFT, Draft
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)  # compared by identity: the scheduler looks sequences up in its lists
 class Sequence:
     """State of one accepted request. `token_ids[-1]` is the anchor: committed, but without KV yet.
 
@@ -113,7 +113,7 @@ class Sequence:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
-            speculation=self.stats,
+            speculation=replace(self.stats),  # other threads read it while this one counts on
         )
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -43,6 +46,11 @@ class BenchConfig:
     repeats: int = 3
     seed: int | None = None  # request i gets seed + i; with it sampled text can be compared with the plain run's
     compare_transformers: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The concurrencies to run; the transformers baseline needs plain decoding at 1 beside it."""
+        return tuple(dict.fromkeys((*self.concurrency, *((1,) if self.compare_transformers else ()))))
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "repeats"):
@@ -79,14 +87,24 @@ def run_bench(
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict:
     """Measure and return `{"machine", "settings", "ceiling", "runs"}`; `progress` gets a line per pass."""
-    config = replace(engine_config, batching=_roomy_batching(engine_config, max(bench.concurrency)))
+    if max(bench.concurrency) > len(prompts):
+        raise ConfigError(
+            f"concurrency ({max(bench.concurrency)}) exceeds the number of prompts ({len(prompts)}); lower it or give "
+            "more prompts"
+        )
+    config = replace(
+        engine_config,
+        batching=_roomy_batching(engine_config, max(bench.concurrency)),
+        # Every pass sees the same prompts: cached ones would skip the prefill that a first visitor pays.
+        cache=replace(engine_config.cache, prefix_caching=False),
+    )
     model = load_model(config.model, config)
     engines = {name: _engine_for(model, config, name) for name in dict.fromkeys((PLAIN, *bench.drafters))}
     prompt_ids = [prompt.token_ids(model.tokenizer) for prompt in prompts]
     requests = [_sampling(bench, index) for index in range(len(prompts))]
     passes: dict[tuple[str, int], Callable[[], PassResult]] = {
         (name, size): _closed_loop_pass(engine, prompt_ids, requests, size)
-        for size in bench.concurrency
+        for size in bench.sizes
         for name, engine in engines.items()
     }
     if bench.compare_transformers:
@@ -103,13 +121,13 @@ def run_bench(
             progress(f"repeat {repeat + 1}/{bench.repeats}: {key[0]} at {key[1]}: {result.tokens_per_s:.1f} tokens/s")
     return {
         "machine": machine_description(),
-        "settings": {"model": model.folder.name, "num_prompts": len(prompts), **asdict(bench)},
-        "ceiling": measure_ceiling(model, config, bench.concurrency),
+        "settings": {"num_prompts": len(prompts), **asdict(bench), "engine": asdict(config)},
+        "ceiling": measure_ceiling(model, config, bench.sizes),
         "runs": [_summary(key, results) for key in results if key[0] in (*bench.drafters, PLAIN, TRANSFORMERS)],
     }
 
 
-def machine_description() -> dict[str, str | int]:
+def machine_description() -> dict[str, str | int | None]:
     """Say what the figures were measured on."""
     return {
         "cpu": _cpu_name(),
@@ -118,6 +136,7 @@ def machine_description() -> dict[str, str | int]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dspark": dspark.__version__,
+        "git_sha": _git_sha(),
     }
 
 
@@ -215,8 +234,8 @@ def _summary(key: tuple[str, int], results: dict[tuple[str, int], list[PassResul
     passes, plain = results[key], results[PLAIN, concurrency]
     rates = [p.tokens_per_s for p in passes]
     ratios = [p.tokens_per_s / q.tokens_per_s for p, q in zip(passes, plain, strict=True)]
-    stats = passes[-1].speculation
-    phase_s = passes[-1].phase_s
+    stats = reduce(SpeculationStats.plus, (p.speculation for p in passes))
+    phase_s = {phase: sum(p.phase_s[phase] for p in passes) for phase in passes[0].phase_s}
     total_s = sum(phase_s.values())
     return {
         "drafter": drafter,
@@ -284,6 +303,15 @@ def print_report(report: dict, console: Console) -> None:
 
 def _or_dash(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def _git_sha() -> str | None:
+    """Return the commit of the checkout this package runs from; None outside one."""
+    folder = Path(dspark.__file__).parent
+    done = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_name() -> str:

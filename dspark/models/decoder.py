@@ -50,10 +50,10 @@ class Decoder:
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
-        self._embedding = embedding
+        self.embedding = embedding  # [V, D], unscaled
         self._layers = list(layers)
         self._final_norm = final_norm
-        self._head = head
+        self.head = head  # [V, D]
         self._rotary = {kind: Rotary(rotary, self.device) for kind, rotary in config.rotary.items()}
         self._attention = PagedAttention(config)
         # Gemma rounds its embedding factor to the weights' type.
@@ -92,14 +92,18 @@ class Decoder:
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, D] of `input_ids` [T], scaled as the family scales them; fresh memory."""
-        hidden = F.embedding(input_ids, self._embedding)
+        hidden = F.embedding(input_ids, self.embedding)
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, V] of `hidden` [N, D], rows of `forward`'s first result."""
-        logits = self._head(hidden).float()
+        logits = self.head(hidden).float()
         softcap = self.config.final_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+    def head_weight(self) -> Tensor:
+        """Return the output head [V, D] in plain layout: a copy where it is packed."""
+        return self.embedding if self.config.ties_embeddings else self.head.unpacked_weight()
 
     def _attend(
         self,

@@ -1,14 +1,25 @@
-"""The paged key/value pools of one decoder: one tensor per layer; who owns which page is the engine's business."""
+"""The paged key/value pools of one model: one tensor per layer; who owns which page is the engine's business."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dspark.models.model_config import DecoderConfig
+
+class KVShape(Protocol):
+    """What the pools need to know of a model; configurations of decoders and drafters fit."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
-def num_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+def num_bytes_per_token(config: KVShape, dtype: torch.dtype) -> int:
     """Return the bytes one token takes in the pools of all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
@@ -20,7 +31,7 @@ class KVCache:
     """
 
     def __init__(
-        self, config: DecoderConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
+        self, config: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size

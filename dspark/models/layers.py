@@ -38,6 +38,10 @@ class PackedLinear:
             x = F.pad(x, (0, 0, 0, self._min_rows - num_rows))
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")[:num_rows]
 
+    def unpacked_weight(self) -> Tensor:
+        """Return the weight [out, in] in plain layout: a copy where it was packed, the very memory where not."""
+        return self._weight.to_dense() if self._is_packed else self._weight
+
 
 def _can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

@@ -129,7 +129,7 @@ def decoder_config_from_hf(config: Any, *, architecture: str) -> DecoderConfig:
         rms_norm_eps=config.rms_norm_eps,
         activation=_activation(config),
         attention_scale=(config.query_pre_attn_scalar if is_gemma else head_dim) ** -0.5,
-        rotary={kind: _rotary(config, kind, head_dim) for kind in sorted(set(layer_types))},
+        rotary={kind: rotary_config_from_hf(config, kind, head_dim) for kind in sorted(set(layer_types))},
         layer_types=layer_types,
         sliding_window=config.sliding_window if SLIDING_ATTENTION in layer_types else None,
         has_qkv_bias=has_bias or family == "qwen2",
@@ -190,7 +190,8 @@ def _activation(config: Any) -> str:
     return SUPPORTED_ACTIVATIONS[name]
 
 
-def _rotary(config: Any, layer_type: str, head_dim: int) -> RotaryConfig:
+def rotary_config_from_hf(config: Any, layer_type: str, head_dim: int) -> RotaryConfig:
+    """Work the `rope_parameters` of a transformers configuration into frequencies. Raises `CheckpointError`."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     is_nested = layer_type in config.rope_parameters

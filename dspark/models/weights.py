@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -28,8 +28,8 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> D
     Raises `CheckpointError` naming the file or tensor that is missing, unexpected, ill-shaped, quantised or damaged.
     """
     config = decoder_config_from(folder)
-    tensors = _CheckpointTensors(folder)
-    tensors.check(_expected_shapes(config))
+    tensors = CheckpointTensors(folder, canonical_name=_canonical_name)
+    tensors.check(_expected_shapes(config), optional={_HEAD})  # a tied head may be stored; transformers ignores it too
 
     def read(name: str) -> Tensor:
         # A copy, for the stored tensor is a window on the memory-mapped file.
@@ -131,21 +131,28 @@ def _expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class _CheckpointTensors:
-    """The tensors of a folder by canonical name ("model.layers.0..."), over one safetensors file or several."""
+class CheckpointTensors:
+    """The tensors of a folder by canonical name, over one safetensors file or several.
 
-    def __init__(self, folder: Path) -> None:
+    `canonical_name` maps a stored name to it, or to None for what is ignored.
+    """
+
+    def __init__(self, folder: Path, *, canonical_name: Callable[[str], str | None]) -> None:
         self._folder = folder
         self._files = {path: _open(path) for path in _safetensors_files(folder)}
         self._homes: dict[str, tuple[Path, str]] = {}
         for path, file in self._files.items():
             for stored_name in sorted(file.keys()):
-                name = _canonical_name(stored_name)
+                name = canonical_name(stored_name)
                 if name is not None:
                     self._homes[name] = (path, stored_name)
 
-    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise `CheckpointError` unless the tensors are exactly those of `shapes`; nothing is read yet."""
+    @property
+    def names(self) -> Collection[str]:
+        return self._homes.keys()
+
+    def check(self, shapes: dict[str, tuple[int, ...]], *, optional: Collection[str] = ()) -> None:
+        """Raise `CheckpointError` unless the tensors are those of `shapes` and perhaps `optional`; nothing is read."""
         for name, shape in shapes.items():
             if name not in self._homes:
                 raise CheckpointError(f"tensor {name} is missing in {self._folder}; download the model again")
@@ -156,8 +163,7 @@ class _CheckpointTensors:
                     f"tensor {stored_name} in {path} has shape {list(found)}, config.json asks for {list(shape)}; "
                     "the weights and config.json are not of the same model"
                 )
-        # A tied head may be stored all the same; transformers ignores it too.
-        unexpected = sorted(self._homes.keys() - shapes.keys() - {_HEAD})
+        unexpected = sorted(self._homes.keys() - shapes.keys() - set(optional))
         if unexpected:
             path, stored_name = self._homes[unexpected[0]]
             raise CheckpointError(
@@ -165,13 +171,14 @@ class _CheckpointTensors:
                 "tensors); the weights and config.json are not of the same model"
             )
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, dtypes: Collection[torch.dtype] = STORED_DTYPES) -> Tensor:
+        """Return a tensor on the memory-mapped file. Raises `CheckpointError` unless it is of one of `dtypes`."""
         path, stored_name = self._homes[name]
         try:
             tensor = self._files[path].get_tensor(stored_name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"tensor {stored_name} in {path} cannot be read: {error}") from error
-        if tensor.dtype not in STORED_DTYPES:
+        if tensor.dtype not in dtypes:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(
                 f"tensor {stored_name} in {path} is stored as {kind}; quantised weights are not supported, "

@@ -110,15 +110,3 @@ def test_integrity_holds_over_random_use():
         allocator.release(table)
     allocator.check_integrity([])
     assert allocator.num_used == 0
-
-
-def test_discarded_pages_are_forgotten_unless_somebody_else_owns_them():
-    allocator = PageAllocator(3, 1)
-    pages = allocator.allocate(2)
-    hashes = [page_hash(ROOT_HASH, [i]) for i in range(2)]
-    for page, content in zip(pages, hashes, strict=True):
-        allocator.register(page, content)
-    shared = allocator.acquire_prefix(hashes[:1])
-    assert allocator.discard(pages) == [pages[1]]
-    allocator.check_integrity([shared])
-    assert allocator.acquire_prefix(hashes[1:]) == []

@@ -55,8 +55,8 @@ def test_plain_runs_have_length_one_and_a_model_that_drafts_for_itself_the_longe
     assert lengths.pop("none") == 1.0
     lengths.pop("ngram")
     (itself,) = lengths.values()
-    # 12 tokens: one from the prompt, then rounds of 6 and 5 (the last token left needs no draft)
-    assert itself == 4.0
+    # 12 tokens: one from the prefill, then rounds of 6 and 5 (the last token left needs no draft)
+    assert itself == 5.5
 
 
 def test_there_is_a_ceiling_for_every_concurrency(report):

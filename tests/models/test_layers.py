@@ -45,6 +45,12 @@ def test_packed_linear_does_not_look_at_the_weight_again() -> None:
         assert linear(torch.ones(1, 4)).tolist() == [[1.0, 1.0, 1.0, 1.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_linear_gives_its_weight_back(dtype: torch.dtype) -> None:
+    weight = torch.randn(37, 20).to(dtype)
+    assert torch.equal(PackedLinear(weight).unpacked_weight(), weight)
+
+
 def test_rms_norm_divides_by_the_root_mean_square() -> None:
     norm = RMSNorm(torch.tensor([1.0, 2.0]), eps=0.0)
     assert norm(torch.tensor([[3.0, 4.0]])).tolist()[0] == pytest.approx([3 / math.sqrt(12.5), 8 / math.sqrt(12.5)])
