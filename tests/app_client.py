@@ -1,4 +1,4 @@
-"""The application over a fake engine, called without a network."""
+"""The application over an engine, mostly a fake one, called without a network."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from fake_engine import FakeEngine
 
+from dspark.engine.engine import Engine
 from dspark.serving.app import create_app
 from dspark.serving.bridge import EngineBridge
 
@@ -17,7 +18,7 @@ from dspark.serving.bridge import EngineBridge
 class AppClient:
     """A synchronous client of one application; the event loop runs while a call is made."""
 
-    def __init__(self, engine: FakeEngine, **app_options: Any) -> None:
+    def __init__(self, engine: FakeEngine | Engine, **app_options: Any) -> None:
         self.engine = engine
         self.bridge = EngineBridge(engine)  # type: ignore[arg-type]
         self._loop = asyncio.new_event_loop()
@@ -47,7 +48,8 @@ class AppClient:
         return self.post("/v1/chat/completions", {"model": "toy", "messages": messages, **fields})
 
     def close(self) -> None:
-        self.engine.gate.set()
+        if isinstance(self.engine, FakeEngine):
+            self.engine.gate.set()  # a held step would hold the shutdown
         self.run(self.bridge.shutdown(timeout_s=0))
         self.run(self.http.aclose())
         self._loop.close()

@@ -99,7 +99,8 @@ class LLM:
 
         A prompt is raw text (special tokens in it are parsed) or a list of token ids. One `SamplingParams`
         serves all prompts, or give one for each; without any, the model's recommendations apply. Raises
-        `RequestError` before anything runs when any prompt cannot be served. Ctrl-C ends all of them and leaves the engine usable.
+        `RequestError` before anything runs when any prompt cannot be served. Ctrl-C ends all of them and leaves the
+        engine usable.
         """
         texts = _as_prompt_list(prompts)
         requests = [

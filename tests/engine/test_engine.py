@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from toys import (
     FunctionProposer,
     cycle_rule,
@@ -193,22 +194,35 @@ def test_each_request_has_its_own_draft_length():
     assert transcripts["r1"].token_ids == greedy_continuation(rule, [2], 12)
 
 
-@pytest.mark.parametrize("fault", ["raises", "id too large", "negative id", "too long", "too few"])
-def test_a_drafter_that_misbehaves_costs_no_token(fault, caplog):
-    rule = hashed_rule(16)
+UNIFORM = torch.full((1, 16), 1 / 16)
+FAULTS = {
+    "id too large": [Draft(token_ids=[16])],
+    "negative id": [Draft(token_ids=[-1])],
+    "too long": [Draft(token_ids=[1] * 99)],
+    "too few": [],
+    "probs of another size": [Draft(token_ids=[1], probs=UNIFORM[:, :8])],
+    "probs of another type": [Draft(token_ids=[1], probs=UNIFORM.double())],
+    "probs for another length": [Draft(token_ids=[1, 2], probs=UNIFORM)],
+    "a token of probability 0": [Draft(token_ids=[1], probs=torch.eye(16)[:1])],
+    "NaN": [Draft(token_ids=[1], probs=UNIFORM * float("nan"))],
+}
 
+
+@pytest.mark.parametrize("fault", ["raises", *FAULTS])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_that_misbehaves_costs_no_token(fault, temperature, caplog):
     class Faulty(FunctionProposer):
         def propose(self, contexts):
-            bad = {"raises": None, "id too large": [16], "negative id": [-1], "too long": [1] * 99, "too few": []}[
-                fault
-            ]
-            if bad is None:
+            if fault == "raises":
                 raise RuntimeError("drafter down")
-            return [] if fault == "too few" else [Draft(token_ids=bad) for _ in contexts]
+            return FAULTS[fault]
 
+    rule = hashed_rule(16)
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=12)
+    plain = run_requests(make_engine(rule, 16), make_requests([[1, 2]], params))["r0"].token_ids
     engine = make_engine(rule, 16, proposer=Faulty(lambda c: []))
-    (transcript,) = run_requests(engine, make_requests([[1, 2]], GREEDY)).values()
-    assert transcript.token_ids == greedy_continuation(rule, [1, 2], 12)
+    (transcript,) = run_requests(engine, make_requests([[1, 2]], params)).values()
+    assert transcript.token_ids == plain
     assert sample(engine, "dspark:drafter_failures_total") > 0
     assert "the function drafter failed" in caplog.text
 
@@ -217,13 +231,16 @@ def test_logits_that_are_not_numbers_end_that_request_only():
     rule = hashed_rule(16)
 
     def broken(context):
-        return np.full(16, np.nan, dtype=np.float32) if 9 in context else rule(context)
+        row = rule(context)
+        row[9] = -np.inf  # nobody but the first request ever sees a 9
+        return np.full(16, np.nan, dtype=np.float32) if 9 in context else row
 
     engine = make_engine(broken, 16)
-    transcripts = run_requests(engine, make_requests([[9], [1]], SamplingParams(temperature=1, seed=1, max_tokens=4)))
-    assert transcripts["r0"].finish_reason is FinishReason.ERROR
-    assert transcripts["r0"].last.error
-    assert transcripts["r1"].finish_reason is not FinishReason.ERROR or 9 in transcripts["r1"].token_ids
+    for params in (SamplingParams(temperature=1, seed=1, max_tokens=4), SamplingParams(temperature=0, max_tokens=4)):
+        transcripts = run_requests(engine, make_requests([[9], [1]], params))
+        assert transcripts["r0"].finish_reason is FinishReason.ERROR
+        assert "NaN" in transcripts["r0"].last.error
+        assert (transcripts["r1"].finish_reason, len(transcripts["r1"].token_ids)) == (FinishReason.LENGTH, 4)
 
 
 def test_accepted_length_counts_the_bonus_and_the_rate_does_not():
@@ -357,17 +374,22 @@ def test_acceptance_after_preemption_is_that_of_an_undisturbed_run():
     assert transcripts["r1"].token_ids == greedy_continuation(rule, [2], 20)
 
 
-def test_a_neighbour_cannot_change_the_distribution_of_an_unseeded_request():
-    """B7: a uniform target over 8 tokens, 400 requests, with and without drafts: all first tokens equally often.
-    Chi-square with 7 degrees of freedom, threshold 24.3: false alarm 0.001 a run, for fixed noise of the seeds."""
-    rule = table_rule([1 / 8] * 8)
-    for proposer in (None, FunctionProposer(lambda c: [3] * c.num_draft_tokens)):
-        engine = make_engine(rule, 8, proposer=proposer, max_batch_size=16, num_pages=256)
-        params = [SamplingParams(temperature=1, max_tokens=3, seed=i) for i in range(400)]
-        transcripts = run_requests(engine, make_requests([[0]] * 400, params))
-        for position in range(3):
-            counts = np.bincount([t.token_ids[position] for t in transcripts.values()], minlength=8)
-            assert ((counts - 50) ** 2 / 50).sum() < 24.3, counts
+def test_time_per_token_is_not_the_time_between_chunks(monkeypatch):
+    """L4: rounds of four tokens, 40 ms each: 10 ms a token, and the token counter says 41."""
+    now = [0.0]
+    monkeypatch.setattr("dspark.engine.engine.time.monotonic", lambda: now[0])
+    rule = hashed_rule(16)
+
+    def slow(context):
+        return rule(context)
+
+    engine = make_engine(slow, 16, proposer=perfect_proposer(rule), num_draft_tokens=3)
+    engine.add_request(make_requests([[1]], SamplingParams(temperature=0, max_tokens=41))[0])
+    while engine.has_unfinished():
+        now[0] += 0.04
+        engine.step()
+    assert sample(engine, "vllm:request_time_per_output_token_seconds_sum") == pytest.approx(0.01)
+    assert sample(engine, "vllm:generation_tokens_total") == 41
 
 
 def test_an_empty_step_costs_no_pass():

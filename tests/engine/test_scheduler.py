@@ -155,3 +155,37 @@ def test_abort_at_any_phase_frees_the_pages_and_leaves_the_others_alone():
         assert engine.allocator.num_used == 0
         for name in ("r0", "r2", "r3"):
             assert transcripts[name].token_ids == alone[name].token_ids
+
+
+def test_pages_kept_for_drafts_never_hold_up_a_waiting_request():
+    """One request drafts, or might: a prompt that fits beside its committed text is admitted at once."""
+    for draft in ([], [0] * 20):
+        engine = make_engine(
+            hashed_rule(16), 16, proposer=FunctionProposer(lambda c, draft=draft: draft), num_draft_tokens=20,
+            page_size=1, num_pages=32, max_model_len=32, prefix_caching=False,
+        )  # fmt: skip
+        first, second = make_requests([[1, 2], [3] * 16], SamplingParams(temperature=0, max_tokens=12))
+        engine.add_request(first)
+        engine.step()
+        engine.add_request(second)
+        assert second.request_id in {o.request_id for o in engine.step()}
+
+
+def test_pages_of_drafts_that_were_not_made_are_given_back():
+    engine = make_engine(
+        hashed_rule(16), 16, proposer=FunctionProposer(lambda c: []), num_draft_tokens=20, page_size=1, num_pages=64
+    )
+    engine.add_request(make_requests([[1, 2]], SamplingParams(temperature=0, max_tokens=30))[0])
+    engine.step()
+    assert engine.allocator.num_used == 3
+
+
+def test_a_request_without_drafts_costs_neither_a_proposal_nor_a_page():
+    """J6"""
+    proposer = FunctionProposer(lambda c: [0] * c.num_draft_tokens)
+    engine = make_engine(hashed_rule(16), 16, proposer=proposer, page_size=1)
+    engine.add_request(make_requests([[1]], SamplingParams(temperature=0, max_tokens=9, num_draft_tokens=0))[0])
+    for num_computed in range(1, 9):
+        engine.step()
+        assert engine.allocator.num_used == num_computed
+    assert proposer.lengths == []
