@@ -38,10 +38,6 @@ class ForwardBatch:
     page_size: int
 
     @property
-    def num_rows(self) -> int:
-        return len(self.query_lens)
-
-    @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
 

@@ -23,3 +23,9 @@ class RequestError(DsparkError):
         self.param = param
         self.code = code
         self.status = status
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the error's kind where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from dspark.request import FinishReason, RequestOutput
 
@@ -13,7 +17,44 @@ LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Benchmarks that add up every line of a counter's name would take its creation time for a count.
 disable_created_metrics()
 
+M = TypeVar("M", bound=MetricWrapperBase)
+
 STEP_PHASES = ("schedule", "forward", "verify", "output", "draft")
+
+
+# Our names for what is kept under vLLM's, so that everything is found under one prefix too.
+OWN_NAMES = {
+    "vllm:num_requests_running": "dspark:requests_running",
+    "vllm:num_requests_waiting": "dspark:requests_waiting",
+    "vllm:request_success": "dspark:requests",
+    "vllm:kv_cache_usage_perc": "dspark:kv_cache_usage_ratio",
+    "vllm:prefix_cache_queries": "dspark:prefix_cache_queries",
+    "vllm:prefix_cache_hits": "dspark:prefix_cache_hits",
+    "vllm:num_preemptions": "dspark:preemptions",
+    "vllm:prompt_tokens": "dspark:prompt_tokens",
+    "vllm:generation_tokens": "dspark:generation_tokens",
+    "vllm:time_to_first_token_seconds": "dspark:time_to_first_token_seconds",
+    "vllm:e2e_request_latency_seconds": "dspark:e2e_request_latency_seconds",
+    "vllm:request_time_per_output_token_seconds": "dspark:time_per_output_token_seconds",
+    "vllm:spec_decode_num_drafts": "dspark:verification_rounds",
+    "vllm:spec_decode_num_draft_tokens": "dspark:verified_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "dspark:accepted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "dspark:accepted_tokens_per_pos",
+}
+
+
+class _OwnNames(Collector):
+    """Shows metrics of a registry once more under the names of `OWN_NAMES`; nothing is counted twice."""
+
+    def __init__(self, sources: Sequence[Collector]) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the renamed metrics with their present values."""
+        for metric in (m for source in self._sources for m in source.collect()):
+            own = Metric(OWN_NAMES[metric.name], metric.documentation, metric.type)
+            own.samples = [s._replace(name=own.name + s.name.removeprefix(metric.name)) for s in metric.samples]
+            yield own
 
 
 class EngineMetrics:
@@ -22,6 +63,7 @@ class EngineMetrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
+        self._sources: list[Collector] = []  # what `OWN_NAMES` renames
 
         self.num_running = self._gauge("vllm:num_requests_running", "Requests in the batch.")
         self.num_waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for a place.")
@@ -40,37 +82,29 @@ class EngineMetrics:
         self.num_rounds = self._counter("vllm:spec_decode_num_drafts", "Verification rounds with a draft.")
         self.num_verified = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens checked.")
         self.num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.")
-        self._accepted_per_position = Counter(
+        self._accepted_per_position = self._labelled(
+            Counter,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafted tokens accepted, by position in the block.",
-            ["model_name", "position"],
-            registry=self.registry,
+            "position",
         )
         self.num_drafted = self._counter("dspark:drafted_tokens", "Tokens proposed, verified or not.")
         self.num_drafter_failures = self._counter("dspark:drafter_failures", "Drafting passes that raised.")
         self.num_emitted = self._counter("dspark:round_emitted_tokens", "Tokens emitted by rounds with a draft.")
-        self._verified_per_position = Counter(
-            "dspark:verified_tokens_per_pos",
-            "Drafted tokens checked, by position in the block.",
-            ["model_name", "position"],
-            registry=self.registry,
+        self._verified_per_position = self._labelled(
+            Counter, "dspark:verified_tokens_per_pos", "Drafted tokens checked, by position in the block.", "position"
         )
-        self._step_s = Counter(
-            "dspark:step_seconds",
-            "Seconds spent in engine steps, by phase.",
-            ["model_name", "phase"],
-            registry=self.registry,
+        self._step_s = self._labelled(
+            Counter, "dspark:step_seconds", "Seconds spent in engine steps, by phase.", "phase"
         )
         self.num_steps = self._counter("dspark:steps", "Engine steps.")
         self.batch_tokens = self._histogram("dspark:batch_tokens", "Tokens per target pass.", LENGTH_BUCKETS)
-        self._requests = Counter(
-            "vllm:request_success",
-            "Requests ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self._requests = self._labelled(
+            Counter, "vllm:request_success", "Requests ended, by reason.", "finished_reason"
         )
         for reason in FinishReason:  # export zeros from the start, so that rates are right
             self._requests.labels(model_name, reason.value)
+        self.registry.register(_OwnNames(self._sources))
 
     def observe_round(self, *, num_verified: int, num_accepted: int, num_emitted: int) -> None:
         """Count one verification round of one request that had a draft."""
@@ -107,11 +141,16 @@ class EngineMetrics:
             self.tpot_s.observe(tpot_s)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+        return self._labelled(Counter, name, text).labels(self._model_name)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+        return self._labelled(Gauge, name, text).labels(self._model_name)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = LATENCY_BUCKETS) -> Histogram:
-        histogram = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
-        return histogram.labels(self._model_name)
+        return self._labelled(Histogram, name, text, buckets=buckets).labels(self._model_name)
+
+    def _labelled(self, kind: type[M], name: str, text: str, *labels: str, **options: Any) -> M:
+        metric = kind(name, text, ["model_name", *labels], registry=self.registry, **options)
+        if name in OWN_NAMES:
+            self._sources.append(metric)
+        return metric

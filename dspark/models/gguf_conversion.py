@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dspark.errors import CheckpointError
+from dspark.errors import CheckpointError, first_line
 from dspark.models.model_config import decoder_config_from
 
 # Part of the folder's name: raise it when the conversion changes, so that old results are not used.
 CONVERSION_VERSION = 1
 # Leftovers of a killed conversion are removed once they are older than any conversion takes.
-STALE_AFTER_S = 3600
+STALE_AFTER_S = 24 * 3600
 _PARTIAL_PREFIX = ".partial-"
 
 
@@ -187,8 +187,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _conversion_error(gguf_path: Path, error: Exception) -> CheckpointError:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
     return CheckpointError(
-        f"{gguf_path} cannot be converted: {reason[0].rstrip('.')}; the file is damaged or of an unsupported kind, use "
+        f"{gguf_path} cannot be converted: {first_line(error).rstrip('.')}; the file is damaged or of an unsupported kind, use "
         "the model's safetensors folder instead"
     )

@@ -148,7 +148,7 @@ def decoder_config_from_hf(config: Any, *, architecture: str) -> DecoderConfig:
 def _check_architecture(raw: dict[str, Any], path: Path) -> None:
     supported = ", ".join(SUPPORTED_ARCHITECTURES.values())
     model_type = raw.get("model_type")
-    if model_type not in SUPPORTED_ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in SUPPORTED_ARCHITECTURES:
         named = raw.get("architectures") or [f"model_type {model_type!r}"]
         raise CheckpointError(f"{path} describes an unsupported architecture ({named[0]}); supported: {supported}")
     expected = SUPPORTED_ARCHITECTURES[model_type]

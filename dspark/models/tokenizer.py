@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from dspark.errors import CheckpointError, RequestError
+from dspark.errors import CheckpointError, RequestError, first_line
 from dspark.models.model_config import read_json_object
 
 # What the chat template gets from us; a request may not replace it.
@@ -180,9 +180,8 @@ def _converted_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         backend = AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
     except Exception as error:  # transformers raises many kinds, each about the files
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
-            f"the tokenizer files in {folder} cannot be converted: {reason[0]}; add the model's tokenizer.json"
+            f"the tokenizer files in {folder} cannot be converted: {first_line(error)}; add the model's tokenizer.json"
         ) from error
     assert isinstance(backend, tokenizers.Tokenizer), type(backend)
     return backend

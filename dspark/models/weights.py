@@ -191,8 +191,8 @@ def _safetensors_files(folder: Path) -> list[Path]:
     index_path = folder / "model.safetensors.index.json"
     if index_path.exists():
         weight_map = read_json_object(index_path).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index_path} has no weight_map; download the model again")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names; download the model again")
         paths = [folder / name for name in sorted(set(weight_map.values()))]
         for path in paths:
             if not path.exists():
