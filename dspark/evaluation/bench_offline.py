@@ -113,6 +113,7 @@ def run_bench(
     for name, one_pass in passes.items():
         progress(f"warm-up: {name[0]} at {name[1]}")
         one_pass()
+    ceiling = measure_ceiling(model, config, bench.sizes)
     results: dict[tuple[str, int], list[PassResult]] = {key: [] for key in passes}
     for repeat in range(bench.repeats):
         for key, one_pass in passes.items():
@@ -122,7 +123,7 @@ def run_bench(
     return {
         "machine": machine_description(),
         "settings": {"num_prompts": len(prompts), **asdict(bench), "engine": asdict(config)},
-        "ceiling": measure_ceiling(model, config, bench.sizes),
+        "ceiling": ceiling,
         "runs": [_summary(key, results) for key in results if key[0] in (*bench.drafters, PLAIN, TRANSFORMERS)],
     }
 
@@ -266,7 +267,9 @@ def print_report(report: dict, console: Console) -> None:
     """Print the ceiling, a table and, last, the report as one JSON line."""
     console.print(f"{report['machine']['cpu']}, {report['machine']['torch_threads']} threads")
     ceiling = ", ".join(f"{rate:g} at {size}" for size, rate in report["ceiling"].items())
-    console.print(f"Ceiling of plain decoding (target forward alone, tokens/s): {ceiling}")
+    console.print(
+        f"Ceiling of plain decoding (target forward alone, {CEILING_CONTEXT_LEN} tokens of context, tokens/s): {ceiling}"
+    )
     table = Table(
         "drafter",
         "concurrency",

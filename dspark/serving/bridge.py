@@ -135,7 +135,7 @@ class EngineBridge:
         if self._loop is None:
             return
         if not await self._wait_idle(timeout_s):
-            logger.warning("%d requests aborted: they did not end within %g s", len(self._streams), timeout_s)
+            logger.warning("%d requests that still ran are aborted", len(self._streams))
             open_ids = list(self._streams)
             self._commands.put(lambda: self._abort(open_ids))
             await self._wait_idle(THREAD_STOP_TIMEOUT_S)

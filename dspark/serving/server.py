@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -64,7 +65,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:  # UnicodeError: a host that is no name at all
-        reason = getattr(error, "strerror", None) or error
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         raise ConfigError(
             f"cannot listen on {host} port {port}: {reason}; choose another with --port or --host"
         ) from error
@@ -96,6 +97,9 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain with the sockets open, so that clients hear 503 instead of a refused connection, then close."""
+        logger.info(
+            "shutting down: running requests have %g s to end; a second signal ends them", self._shutdown_timeout_s
+        )
         drain = asyncio.create_task(self._bridge.shutdown(self._shutdown_timeout_s))
         while not drain.done():
             await asyncio.wait((drain,), timeout=FORCE_POLL_S)

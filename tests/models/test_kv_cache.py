@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from dspark.models.kv_cache import KVCache, num_bytes_per_token
@@ -18,8 +20,24 @@ def test_one_token_takes_the_keys_and_values_of_all_layers() -> None:
     assert num_bytes_per_token(CONFIG, torch.bfloat16) == 768
 
 
-def test_capacity_counts_tokens() -> None:
-    assert KVCache(CONFIG, 5, 16, torch.float32, "cpu").num_tokens == 80
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_memory_is_taken_where_it_is_touched() -> None:
+    before = resident_bytes()
+    cache = KVCache(CONFIG, 20_000, 16, torch.float32, "cpu")  # 470 MB
+    assert resident_bytes() - before < 50 * 2**20
+    assert cache.pools[5][19_999].count_nonzero() == 0
+
+
+def test_cleared_pages_are_zero_and_others_stay() -> None:
+    cache = KVCache(CONFIG, 3, 4, torch.float32, "cpu")
+    for pool in cache.pools:
+        pool.fill_(float("nan"))
+    cache.clear(torch.tensor([1]))
+    assert all((pool[1] == 0).all() and pool[[0, 2]].isnan().all() for pool in cache.pools)
 
 
 def test_written_tokens_stand_at_their_slots_of_their_layer() -> None:
