@@ -1,4 +1,4 @@
-# Two commands: `make serve` and `make test`. Both set everything up first; the second time that takes a second.
+# Two commands: `make serve` and `make test`. Both set everything up first, which takes a second the next time.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

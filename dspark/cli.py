@@ -1,20 +1,39 @@
-"""The command line: `dspark serve | generate | bench | fetch`. A verb imports its room when it runs."""
+"""The command line: `dspark serve | generate | bench | fetch | train | evaluate`. A verb imports its room itself."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from dspark import __version__
-from dspark.config import DEFAULT_MODEL, DTYPES, VERIFICATIONS, EngineConfig, engine_config_from, load_engine_config
+from dspark.cli_training import (
+    EVALUATE_TEXT,
+    TRAIN_TEXT,
+    add_evaluate_flags,
+    add_train_flags,
+    run_evaluate,
+    run_train,
+)
+from dspark.config import (
+    DEFAULT_MODEL,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    DRAFTER_LAYOUTS,
+    DTYPES,
+    VERIFICATIONS,
+    EngineConfig,
+    engine_config_from,
+    load_engine_config,
+)
 from dspark.errors import DsparkError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 # flag -> where its value goes in the nested settings
 ENGINE_FLAGS: dict[str, tuple[str, ...]] = {
@@ -25,6 +44,7 @@ ENGINE_FLAGS: dict[str, tuple[str, ...]] = {
     "threads": ("num_threads",),
     "max_model_len": ("max_model_len",),
     "num_draft_tokens": ("speculation", "num_draft_tokens"),
+    "drafter_layout": ("speculation", "drafter_layout"),
     "verification": ("speculation", "verification"),
     "max_batch_size": ("batching", "max_size"),
     "max_batch_tokens": ("batching", "max_batch_tokens"),
@@ -43,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DsparkError as error:
         print(f"dspark: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at exit
+        return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("dspark: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -55,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
-    for add_verb in (_add_serve, _add_generate, _add_bench, _add_fetch):
+    for add_verb in (_add_serve, _add_generate, _add_bench, _add_fetch, _add_train, _add_evaluate):
         add_verb(verbs)
     return parser
 
@@ -77,7 +100,7 @@ def _add_serve(verbs: Any) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
     parser.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="time running requests get to finish"
+        "--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help="time running requests get to finish"
     )
     _add_engine_flags(parser)
 
@@ -123,6 +146,14 @@ def _add_fetch(verbs: Any) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve --model")
 
 
+def _add_train(verbs: Any) -> None:
+    add_train_flags(_add_verb(verbs, "train", _train, TRAIN_TEXT))
+
+
+def _add_evaluate(verbs: Any) -> None:
+    add_evaluate_flags(_add_verb(verbs, "evaluate", run_evaluate, EVALUATE_TEXT))
+
+
 def _add_engine_flags(parser: argparse.ArgumentParser, *, with_drafter: bool = True) -> None:
     group = parser.add_argument_group("engine (flags win over --config)")
     defaults = EngineConfig()
@@ -134,17 +165,24 @@ def _add_engine_flags(parser: argparse.ArgumentParser, *, with_drafter: bool = T
     group.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="settings in YAML")
     add("--model", defaults.model, "smollm2-135m, a folder, a GGUF file or a hub id")
     if with_drafter:
-        add("--drafter", defaults.drafter, "none, ngram, or a smaller model of the same vocabulary")
+        add("--drafter", defaults.drafter, "none, ngram, a DSpark drafter or a smaller model (folder, GGUF or hub id)")
     add("--dtype", defaults.dtype, "type of weights and KV; auto is float32 on CPU", choices=DTYPES)
     add("--device", defaults.device, "torch device")
     add("--threads", "torch's choice", "CPU threads", type=int)
     add("--max-model-len", "the model's", "prompt and output tokens at most", type=int)
-    add("--num-draft-tokens", defaults.speculation.num_draft_tokens, "drafted tokens a round at most", type=int)
+    add(
+        "--num-draft-tokens", f"the drafter's trained length, or {DEFAULT_NUM_DRAFT_TOKENS}",
+        "drafted tokens a round at most", type=int,
+    )  # fmt: skip
+    add(
+        "--drafter-layout", defaults.speculation.drafter_layout, "how the files of a DSpark drafter are read",
+        choices=DRAFTER_LAYOUTS,
+    )  # fmt: skip
     add("--verification", defaults.speculation.verification, "rule for unseeded requests", choices=VERIFICATIONS)
     add("--max-batch-size", defaults.batching.max_size, "running requests at most", type=int)
     add("--max-batch-tokens", defaults.batching.max_batch_tokens, "tokens of one pass at most", type=int)
     add("--page-size", defaults.cache.page_size, "tokens per KV page", type=int)
-    add("--cache-tokens", "from memory", "KV capacity in tokens", type=int)
+    add("--cache-tokens", "1024 for each running request, at most 2 GiB", "KV capacity in tokens", type=int)
     group.add_argument(
         "--no-prefix-caching", dest="prefix_caching", action="store_false", default=argparse.SUPPRESS,
         help="compute every prompt from its start",
@@ -212,7 +250,7 @@ def _generate(args: argparse.Namespace) -> int:
     )  # fmt: skip
     config = engine_config(args)
     records = load_prompts(args.prompts) if args.prompts else []
-    texts = args.prompt or ([] if records else [sys.stdin.read()])
+    texts = args.prompt or ([] if records else [_prompt_from_stdin()])
     records += [PromptRecord(turns=(text,)) if args.chat else PromptRecord(prompt=text) for text in texts]
     llm = LLM.from_engine(load_engine(config))
     prompts = [record.token_ids(llm.tokenizer) for record in records]
@@ -225,6 +263,12 @@ def _generate(args: argparse.Namespace) -> int:
     return int(any(completion.error is not None for completion in completions))
 
 
+def _prompt_from_stdin() -> str:
+    if sys.stdin is None:
+        raise DsparkError("there is no prompt and standard input is closed; give a prompt or --prompts")
+    return sys.stdin.read()
+
+
 def _print_speed(completions: Sequence[Any]) -> None:
     from dspark.request import SpeculationStats
 
@@ -233,8 +277,9 @@ def _print_speed(completions: Sequence[Any]) -> None:
         stats = stats.plus(completion.speculation)
     num_tokens = sum(len(c.token_ids) for c in completions)
     seconds = max(c.latency_s for c in completions)
+    accepted_length = f"{stats.accepted_length:.2f}" if stats.num_rounds else "-"
     print(
-        f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, accepted length {stats.accepted_length:.2f}, "
+        f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, accepted length {accepted_length}, "
         f"{stats.num_accepted} of {stats.num_verified} drafted tokens accepted]",
         file=sys.stderr,
     )
@@ -265,6 +310,16 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
+_seconds.__name__ = "number of seconds"  # argparse says "invalid ... value"
+
+
 def _integers(flag: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -277,6 +332,10 @@ def _fetch(args: argparse.Namespace) -> int:
 
     print(resolve_model(args.model).path)
     return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    return EXIT_INTERRUPTED if run_train(args).is_interrupted else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from dspark.request import MAX_DRAFT_TOKENS
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DRAFTER_LAYOUTS = ("auto", "deepspec", "speculators")
+DEFAULT_NUM_DRAFT_TOKENS = 5
+MAX_THREADS = 1024
 VERIFICATIONS = ("rejection", "block", "coupled")
 
 
@@ -22,15 +25,20 @@ VERIFICATIONS = ("rejection", "block", "coupled")
 class SpeculationConfig:
     """How drafts are made and checked."""
 
-    num_draft_tokens: int = 5  # at most this many drafted tokens a round (gamma in the paper); 0: plain decoding
+    # At most this many drafted tokens a round (gamma in the paper); 0: plain decoding; None: what the drafter was
+    # trained for, `DEFAULT_NUM_DRAFT_TOKENS` for drafters of any length.
+    num_draft_tokens: int | None = None
+    drafter_layout: str = "auto"  # how the files of a trained drafter are read; auto: as they say of themselves
     verification: str = "rejection"  # for unseeded requests; a request that names a seed gets "coupled"
 
     def __post_init__(self) -> None:
-        _require_at_least("speculation.num_draft_tokens", self.num_draft_tokens, 0)
-        if self.num_draft_tokens > MAX_DRAFT_TOKENS:
-            raise ConfigError(
-                f"speculation.num_draft_tokens ({self.num_draft_tokens}) must be at most {MAX_DRAFT_TOKENS}"
-            )
+        if self.num_draft_tokens is not None:
+            _require_at_least("speculation.num_draft_tokens", self.num_draft_tokens, 0)
+            if self.num_draft_tokens > MAX_DRAFT_TOKENS:
+                raise ConfigError(
+                    f"speculation.num_draft_tokens ({self.num_draft_tokens}) must be at most {MAX_DRAFT_TOKENS}"
+                )
+        _require_one_of("speculation.drafter_layout", self.drafter_layout, DRAFTER_LAYOUTS)
         _require_one_of("speculation.verification", self.verification, VERIFICATIONS)
 
 
@@ -70,7 +78,7 @@ class EngineConfig:
     """Everything an engine needs to start."""
 
     model: str = DEFAULT_MODEL  # "smollm2-135m", a local folder, a GGUF file or a hub id
-    drafter: str = "ngram"  # "none", "ngram", or a smaller model of the same vocabulary (folder, GGUF or hub id)
+    drafter: str = "ngram"  # "none", "ngram", a DSpark drafter of this model, or a smaller one of the same vocabulary
     dtype: str = "auto"  # "auto" is float32 on CPU, bfloat16 elsewhere
     device: str = "cpu"  # a torch device
     num_threads: int | None = None  # CPU threads of the forward pass; None: torch's choice
@@ -83,6 +91,8 @@ class EngineConfig:
         _require_one_of("dtype", self.dtype, DTYPES)
         if self.num_threads is not None:
             _require_at_least("num_threads", self.num_threads, 1)
+            if self.num_threads > MAX_THREADS:
+                raise ConfigError(f"num_threads ({self.num_threads}) must be at most {MAX_THREADS}; lower it")
         if self.max_model_len is not None:
             _require_at_least("max_model_len", self.max_model_len, 2)
 
@@ -144,7 +154,7 @@ def _require_type(name: str, value: Any, expected: Any) -> None:
 
 def _require_at_least(name: str, value: int, low: int) -> None:
     if value < low:
-        raise ConfigError(f"{name} ({value}) must be at least {low}")
+        raise ConfigError(f"{name} ({value}) must be at least {low}; raise it")
 
 
 def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = ("models", "speculation", "engine", "serving")
 ALLOWED = {room: set(ROOMS[: i + 1]) for i, room in enumerate(ROOMS)} | {
     "evaluation": {"models", "speculation", "engine", "evaluation"},
+    "training": {"models", "speculation", "training"},
     "": set(),
 }
 WITHOUT_TORCH = (
@@ -28,6 +29,7 @@ WITHOUT_TORCH = (
     "request",
     "metrics",
     "cli",
+    "training.config",
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -29,6 +29,7 @@ def test_flags_win_over_the_file(tmp_path):
 
 def test_every_engine_flag_reaches_its_setting():
     values = {"dtype": "bfloat16", "verification": "coupled", "model": "m", "drafter": "none", "device": "meta"}
+    values["drafter_layout"] = "speculators"
     argv, expected = ["serve", "--no-prefix-caching"], {"prefix_caching": False}
     for flag in ENGINE_FLAGS:
         if flag != "prefix_caching":
@@ -56,6 +57,8 @@ def test_help_is_there_for_every_verb(verb, capsys):
         (["serve", "--config", "absent.yaml"], "cannot read the configuration file absent.yaml"),
         (["generate", "hi", "--temperature", "-1"], "temperature"),
         (["bench", "--concurrency", "1,x"], "--concurrency (1,x)"),
+        (["bench", "--num-prompts", "0"], "--num-prompts (0) must be at least 1"),
+        (["serve", "--threads", "99999999999"], "num_threads (99999999999) must be at most 1024"),
         (["bench", "--repeats", "0"], "repeats (0) must be at least 1"),
         (["bench", "--prompts", "absent.jsonl"], "cannot read the prompt file absent.jsonl"),
         (["generate", "hi", "--device", "nonsense"], "device ('nonsense') cannot be used here"),
@@ -67,3 +70,17 @@ def test_a_users_mistake_is_one_line_and_status_two(argv, message, capsys):
     assert error.startswith("dspark: error: ")
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "inf", "soon"])
+def test_a_shutdown_timeout_that_is_no_time_is_refused(value, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--shutdown-timeout", value])
+    assert caught.value.code == 2
+    assert "invalid number of seconds value" in capsys.readouterr().err
+
+
+def test_a_closed_standard_input_is_a_users_mistake(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate"]) == 2
+    assert "standard input is closed" in capsys.readouterr().err

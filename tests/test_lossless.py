@@ -80,7 +80,7 @@ def greedy_texts():
 
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_greedy_text_is_plain_decodings_for_every_drafter_and_length(name, greedy_texts):
-    """A1, A2, A5, H7, H9: joins, leaves, aborts and preemption in a small pool, prefix hits between prompts."""
+    """A1, A2, A5, H7, H9, H15: joins, leaves, aborts and preemption in a small pool, prefix hits between prompts."""
     rng = np.random.default_rng(3)
     num_preemptions = 0.0
     for length in LENGTHS:

@@ -17,7 +17,8 @@ from dspark.request import SamplingParams, SpeculationStats
         ("temperature", True), ("top_p", 0.0), ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 2),
         ("top_k", -2), ("top_k", 1.5), ("seed", 2**63), ("seed", 1.0), ("max_tokens", 0), ("max_tokens", -1),
         ("min_tokens", -1), ("num_draft_tokens", -1), ("num_draft_tokens", 65), ("stop", ("",)), ("stop", ("a",) * 17),
-        ("stop", (3,)), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
+        ("stop", (3,)),
+        ("stop", ("x" * 1025,)), ("stop_token_ids", (1,) * 1025), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_field(field, value):

@@ -79,7 +79,7 @@ class ToyRunner:
         return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, self.vocab_size)
 
 
-class FunctionProposer:
+class FunctionProposer(Proposer):
     """Drafts what `draft(context)` returns, cut to the allowed length; remembers every context it saw."""
 
     name = "function"

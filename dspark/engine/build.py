@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,11 @@ from dspark.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import Runner
-from dspark.errors import CheckpointError, ConfigError, RequestError
+from dspark.errors import CheckpointError, ConfigError, RequestError, first_line
 from dspark.models.decoder import Decoder
+from dspark.models.drafter import Drafter, load_drafter
+from dspark.models.drafter_config import check_num_draft_tokens
+from dspark.models.drafter_formats import is_drafter_folder
 from dspark.models.kv_cache import num_bytes_per_token
 from dspark.models.model_source import ModelFolder, resolve_model
 from dspark.models.tokenizer import (
@@ -25,7 +29,9 @@ from dspark.models.tokenizer import (
     load_tokenizer,
 )
 from dspark.models.weights import load_decoder
+from dspark.request import SamplingParams
 from dspark.speculation.draft_model import DraftModelProposer
+from dspark.speculation.dspark_drafter import DSparkProposer
 from dspark.speculation.ngram import NgramProposer
 from dspark.speculation.proposal import Proposer
 
@@ -74,8 +80,9 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
     drafter = _load_drafter(model, config)
     page_size = config.cache.page_size
     max_model_len = _max_model_len(model.decoder, config)
-    decoders = [model.decoder] if drafter is None else [model.decoder, drafter.decoder]
-    num_pages = -(-_cache_tokens(decoders, max_model_len, config) // page_size)
+    bytes_per_token = _bytes_per_token(model, drafter)
+    num_pages = -(-_cache_tokens(bytes_per_token, max_model_len, config) // page_size)
+    _check_memory(num_pages * page_size * bytes_per_token, config)
     if num_pages * page_size < max_model_len:
         logger.warning(
             "requests are limited to %d tokens instead of %d, for that is what the KV cache holds; raise it with "
@@ -83,16 +90,17 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
             num_pages * page_size,
             max_model_len,
         )
-    runner = Runner(model.decoder, num_pages=num_pages, page_size=page_size)
+    proposer = _make_proposer(model, drafter, num_pages, config)
+    tapped_layers = () if proposer is None else proposer.tapped_layers
     return Engine(
-        runner=runner,
+        runner=Runner(model.decoder, num_pages=num_pages, page_size=page_size, tapped_layers=tapped_layers),
         tokenizer=model.tokenizer,
         allocator=PageAllocator(num_pages, page_size, prefix_caching=config.cache.prefix_caching),
         vocab_size=model.decoder.config.vocab_size,
         max_model_len=min(max_model_len, num_pages * page_size),
         config=config,
         generation_defaults=model.generation_defaults,
-        proposer=_make_proposer(model, drafter, num_pages, config),
+        proposer=proposer,
         model_name=model.folder.name,
     )
 
@@ -121,12 +129,23 @@ def _check_text_side(model: LoadedModel) -> None:
             f"eos_token_id {bad_ids[0]} in {folder} is no row of the embedding ({num_rows} rows); correct "
             "generation_config.json or config.json"
         )
+    try:
+        SamplingParams(**model.generation_defaults.sampling_values())
+    except RequestError as error:
+        raise CheckpointError(f"generation_config.json in {folder}: {error}; correct it") from error
 
 
-def _load_drafter(model: LoadedModel, config: EngineConfig) -> LoadedModel | None:
-    """Load the draft model that the settings name, if any, and check that its vocabulary is the target's."""
+def _load_drafter(model: LoadedModel, config: EngineConfig) -> LoadedModel | Drafter | None:
+    """Load the drafter or draft model that the settings name, if any, and check that it fits the target."""
     if config.drafter in ("none", "ngram"):
         return None
+    folder, layout = resolve_model(config.drafter).path, config.speculation.drafter_layout
+    if is_drafter_folder(folder):
+        num_ids = max(model.tokenizer.vocabulary().values(), default=-1) + 1
+        trained = load_drafter(folder, model.decoder, tokenizer_size=num_ids, layout=layout)
+        if config.speculation.num_draft_tokens:
+            check_num_draft_tokens(trained.config, config.speculation.num_draft_tokens)
+        return trained
     drafter = load_model(config.drafter, config)
     _check_text_side(drafter)
     compare_vocabularies(model.tokenizer, drafter.tokenizer)
@@ -134,10 +153,12 @@ def _load_drafter(model: LoadedModel, config: EngineConfig) -> LoadedModel | Non
 
 
 def _make_proposer(
-    model: LoadedModel, drafter: LoadedModel | None, num_pages: int, config: EngineConfig
+    model: LoadedModel, drafter: LoadedModel | Drafter | None, num_pages: int, config: EngineConfig
 ) -> Proposer | None:
     if drafter is None:
         return NgramProposer() if config.drafter == "ngram" else None
+    if isinstance(drafter, Drafter):
+        return DSparkProposer(drafter, num_pages=num_pages, page_size=config.cache.page_size)
     runner = Runner(drafter.decoder, num_pages=num_pages, page_size=config.cache.page_size)
     return DraftModelProposer(
         runner.execute,
@@ -161,21 +182,42 @@ def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
     return config.max_model_len
 
 
-def _cache_tokens(decoders: list[Decoder], max_model_len: int, config: EngineConfig) -> int:
+def _bytes_per_token(model: LoadedModel, drafter: LoadedModel | Drafter | None) -> int:
+    """Return what one token takes in all pools together."""
+    num_bytes = num_bytes_per_token(model.decoder.config, model.decoder.dtype)
+    if drafter is not None:
+        network = drafter if isinstance(drafter, Drafter) else drafter.decoder
+        num_bytes += num_bytes_per_token(network.config, network.dtype)
+    return num_bytes
+
+
+def _cache_tokens(bytes_per_token: int, max_model_len: int, config: EngineConfig) -> int:
     """Return the KV capacity in tokens: as configured, or what the default number of bytes holds in all pools."""
     if config.cache.num_tokens is not None:
         return config.cache.num_tokens
-    bytes_per_token = sum(num_bytes_per_token(decoder.config, decoder.dtype) for decoder in decoders)
     wanted = max(max_model_len, config.batching.max_size * DEFAULT_TOKENS_PER_REQUEST)
     return min(wanted, DEFAULT_CACHE_BYTES // bytes_per_token)
+
+
+def _check_memory(cache_bytes: int, config: EngineConfig) -> None:
+    """Raise `ConfigError` for a KV cache that this machine can never hold; elsewhere the device's allocator tells."""
+    if torch.device(config.device).type != "cpu":
+        return
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if cache_bytes > memory_bytes:
+        raise ConfigError(
+            f"the KV cache of {config.cache.num_tokens or config.cache.page_size} tokens takes "
+            f"{cache_bytes / 2**30:.1f} GiB, but this machine has {memory_bytes / 2**30:.1f} GiB; lower --cache-tokens "
+            "(cache.num_tokens) or --page-size (cache.page_size)"
+        )
 
 
 def _torch_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device ({name!r}) cannot be used here: {str(error).splitlines()[0]}") from error
+        torch.zeros(1, device=device).item()  # a device may exist and hold no numbers ("meta")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"device ({name!r}) cannot be used here: {first_line(error)}; use cpu") from error
     return device
 
 

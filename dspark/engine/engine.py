@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from dspark.batch import BatchRow
-from dspark.config import EngineConfig
+from dspark.config import DEFAULT_NUM_DRAFT_TOKENS, EngineConfig
+from dspark.engine.acceptance_watch import AcceptanceWatch
+from dspark.engine.draft_check import check_drafts
 from dspark.engine.output import OutputProcessor
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import TargetRunner
@@ -20,7 +20,7 @@ from dspark.errors import RequestError
 from dspark.metrics import STEP_PHASES, EngineMetrics
 from dspark.models.tokenizer import GenerationDefaults, Tokenizer
 from dspark.request import FinishReason, Request, RequestOutput
-from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
+from dspark.speculation.proposal import NO_DRAFT, DraftContext, Proposer
 from dspark.speculation.verification import VerificationResult, VerificationRow, verify_batch
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ class Engine:
         self._pending_outputs: list[RequestOutput] = []
         self._phase_s: dict[str, float] = {}
         self._num_drafter_failures = 0
+        self._num_draft_tokens = _num_draft_tokens(config, proposer)
+        self._acceptance_watch = AcceptanceWatch("none" if proposer is None else proposer.name)
 
     def validate(self, request: Request) -> None:
         """Raise `RequestError` when this model cannot serve the request. Pure; callable from any thread."""
@@ -84,6 +86,13 @@ class Engine:
                 f"stop_token_ids holds {bad_id}, but ids of this model are 0 to {self.vocab_size - 1}",
                 param="stop_token_ids",
             )
+        self._validate_draft_length(request.sampling.num_draft_tokens)
+        if request.sampling.min_tokens and len(set(request.sampling.stop_token_ids)) >= self.vocab_size:
+            raise RequestError(
+                f"stop_token_ids holds all {self.vocab_size} ids of this model, so that nothing could come out before "
+                f"min_tokens ({request.sampling.min_tokens}); use fewer ids or no min_tokens",
+                param="stop_token_ids",
+            )
         max_tokens = request.sampling.max_tokens
         if max_tokens is not None and len(prompt) + max_tokens > self.max_model_len:
             raise RequestError(
@@ -91,6 +100,14 @@ class Engine:
                 f"of {self.max_model_len}; lower max_tokens, leave it out, or shorten the prompt",
                 param="max_tokens",
                 code="context_length_exceeded",
+            )
+
+    def _validate_draft_length(self, num_draft_tokens: int | None) -> None:
+        limit = None if self._proposer is None else self._proposer.max_draft_tokens
+        if limit is not None and num_draft_tokens is not None and num_draft_tokens > limit:
+            raise RequestError(
+                f"num_draft_tokens ({num_draft_tokens}) exceeds the drafter's trained length ({limit}); lower it",
+                param="num_draft_tokens",
             )
 
     def add_request(self, request: Request) -> None:
@@ -103,7 +120,7 @@ class Engine:
         if sampling.max_tokens is not None:
             max_output_tokens = sampling.max_tokens
         eos_token_ids = frozenset() if sampling.ignore_eos else self.generation_defaults.eos_token_ids
-        max_draft_tokens = speculation.num_draft_tokens
+        max_draft_tokens = self._num_draft_tokens
         if sampling.num_draft_tokens is not None:
             max_draft_tokens = sampling.num_draft_tokens
         sequence = Sequence(
@@ -166,6 +183,8 @@ class Engine:
             logits = self.runner.execute([_batch_row(row) for row in rows])
         with self._timed("verify"):
             results = verify_batch(logits, [_verification_row(row) for row in sampled]) if sampled else []
+        with self._timed("draft"):
+            self._hand_over_features(rows, results)
         with self._timed("output"):
             for row in rows:
                 row.sequence.num_computed += row.num_tokens
@@ -174,6 +193,28 @@ class Engine:
             for row in rows:
                 if row.sequence.page_ids:  # ended sequences registered theirs before giving them back
                     row.sequence.register_pages(self.allocator)
+
+    def _hand_over_features(self, rows: list[ScheduledRow], results: list[VerificationResult]) -> None:
+        """Give the proposer the features of all that this step commits, before anyone can find its pages.
+
+        Of every request, also where it ends now or has no drafts: others may go on from its pages, and it may go on.
+        """
+        if self._proposer is None or not self._proposer.tapped_layers:
+            return
+        results_left = iter(results)
+        num_committed = []
+        for row in rows:
+            result = next(results_left) if row.is_sampled else None
+            if result is None:
+                num_committed.append(row.num_tokens)
+            else:
+                num_committed.append(0 if result.error is not None else row.num_tokens + result.num_accepted)
+        try:
+            self._proposer.take_features(self.runner.committed_features(num_committed))
+        except Exception:  # the context of these requests has a gap now: no drafts from it, and nobody inherits it
+            self._count_drafter_failure(self._proposer.name)
+            for row in rows:
+                row.sequence.max_draft_tokens, row.sequence.shares_pages = 0, False
 
     def _commit(self, row: ScheduledRow, result: VerificationResult) -> None:
         """Append what verification let through, up to where the request ends, and report it."""
@@ -218,7 +259,7 @@ class Engine:
         contexts = [_draft_context(sequence, length) for sequence, length in drafting]
         try:
             drafts = self._proposer.propose(contexts)
-            self._check_drafts(drafts, contexts)
+            check_drafts(drafts, contexts, self.vocab_size)
         except Exception:  # a drafter must never cost a request its answer: this round is decoded plainly
             self._count_drafter_failure(self._proposer.name)
             drafts = [NO_DRAFT] * len(drafting)
@@ -238,22 +279,6 @@ class Engine:
         if not sequence.grow_pages(num_tokens + length, self.allocator):
             length = len(sequence.page_ids) * self.allocator.page_size - num_tokens
         return max(length, 0)
-
-    def _check_drafts(self, drafts: list[Draft], contexts: list[DraftContext]) -> None:
-        if len(drafts) != len(contexts):
-            raise ValueError(f"{len(drafts)} drafts for {len(contexts)} requests")
-        for draft, context in zip(drafts, contexts, strict=True):
-            if len(draft.token_ids) > context.num_draft_tokens:
-                raise ValueError(f"{len(draft.token_ids)} tokens drafted, {context.num_draft_tokens} allowed")
-            if any(not 0 <= token_id < self.vocab_size for token_id in draft.token_ids):
-                raise ValueError(f"drafted ids {draft.token_ids} leave the vocabulary of {self.vocab_size}")
-            if draft.probs is not None:
-                wanted = (len(draft.token_ids), self.vocab_size)
-                if draft.probs.shape != wanted or draft.probs.dtype != torch.float32:
-                    raise ValueError(f"probs are {draft.probs.dtype} {tuple(draft.probs.shape)}, not float32 {wanted}")
-                drawn = draft.probs[range(len(draft.token_ids)), draft.token_ids]
-                if not bool((drawn > 0.0).all()):  # also for NaN
-                    raise ValueError(f"drafted ids {draft.token_ids} have probabilities {drawn.tolist()}")
 
     # -- ends ----------------------------------------------------------------------------------------------
 
@@ -286,6 +311,7 @@ class Engine:
         stats.num_accepted += num_accepted
         stats.num_emitted += num_emitted
         if num_verified:
+            self._acceptance_watch.observe(is_first_accepted=num_accepted > 0)
             self.metrics.observe_round(num_verified=num_verified, num_accepted=num_accepted, num_emitted=num_emitted)
 
     def _count_admissions(self, rows: list[ScheduledRow]) -> None:
@@ -317,6 +343,16 @@ class Engine:
             yield
         finally:
             self._phase_s[phase] += time.perf_counter() - start
+
+
+def _num_draft_tokens(config: EngineConfig, proposer: Proposer | None) -> int:
+    """Return the draft length of requests that name none: as configured, or the drafter's own."""
+    limit = None if proposer is None else proposer.max_draft_tokens
+    configured = config.speculation.num_draft_tokens
+    assert limit is None or configured is None or configured <= limit, (configured, limit)
+    if configured is not None:
+        return configured
+    return DEFAULT_NUM_DRAFT_TOKENS if limit is None else limit
 
 
 def _batch_row(row: ScheduledRow) -> BatchRow:

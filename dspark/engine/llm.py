@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,8 +46,8 @@ class Completion:
 class LLM:
     """A model with its engine, driven by the calling thread.
 
-    `drafter` is "none", "ngram" or a smaller model of the same vocabulary. Raises `ConfigError` or
-    `CheckpointError` when the model cannot be used as asked.
+    `drafter` is "none", "ngram", a DSpark drafter of the model or a smaller model of the same vocabulary. Raises
+    `ConfigError` or `CheckpointError` when the model cannot be used as asked.
     """
 
     def __init__(
@@ -133,9 +133,7 @@ class LLM:
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what the model recommends for sampling, and our own defaults for the rest."""
-        recommended = asdict(self.engine.generation_defaults)
-        del recommended["eos_token_ids"]
-        return SamplingParams(**{name: value for name, value in recommended.items() if value is not None})
+        return SamplingParams(**self.engine.generation_defaults.sampling_values())
 
     def _params_for(
         self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None

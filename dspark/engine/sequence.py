@@ -34,6 +34,7 @@ class Sequence:
     draft: Draft = NO_DRAFT
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     was_admitted: bool = False
+    shares_pages: bool = True  # False: its drafter's context has a gap, which no other request may inherit
     first_token_time: float | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
@@ -93,7 +94,7 @@ class Sequence:
     def register_pages(self, allocator: PageAllocator) -> None:
         """Make the pages that are full of committed, computed tokens findable for other prompts."""
         num_full = min(self.num_computed, len(self.token_ids)) // allocator.page_size
-        if num_full > self.num_registered_pages:
+        if num_full > self.num_registered_pages and self.shares_pages:
             hashes = self.hashes(num_full, allocator.page_size)
             for index in range(self.num_registered_pages, num_full):
                 allocator.register(self.page_ids[index], hashes[index])

@@ -268,7 +268,7 @@ def print_report(report: dict, console: Console) -> None:
     console.print(f"{report['machine']['cpu']}, {report['machine']['torch_threads']} threads")
     ceiling = ", ".join(f"{rate:g} at {size}" for size, rate in report["ceiling"].items())
     console.print(
-        f"Ceiling of plain decoding (target forward alone, {CEILING_CONTEXT_LEN} tokens of context, tokens/s): {ceiling}"
+        f"Ceiling of plain decoding (target forward alone at {CEILING_CONTEXT_LEN} tokens, tokens/s): {ceiling}"
     )
     table = Table(
         "drafter",

@@ -85,6 +85,19 @@ def drafter_config_from(folder: Path, *, layout: str = "auto") -> DrafterConfig:
     )
 
 
+def is_drafter_folder(folder: Path) -> bool:
+    """Return whether `folder`/config.json describes a drafter of any layout, supported or not; False without one."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    raw = read_json_object(path)
+    return (
+        bool({"speculators_model_type", "dflash_config"} & raw.keys())
+        or {"block_size", "mask_token_id"} <= raw.keys()
+        or _DEEPSPEC_ARCHITECTURE in (raw.get("architectures") or [])
+    )
+
+
 def config_json(config: DrafterConfig, layout: str, *, dtype: str) -> dict[str, Any]:
     """Return the config.json of `layout` for weights stored as `dtype` ("float32", "bfloat16", ...).
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark.errors import CheckpointError, first_line
-from dspark.models.model_config import decoder_config_from
+from dspark.models.model_config import decoder_config_from, read_json_object, reraise_interrupt
 
 # Part of the folder's name: raise it when the conversion changes, so that old results are not used.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
+# Names and sizes in bytes of the folder's other files, by which later damage is noticed.
+MANIFEST_NAME = "conversion_manifest.json"
 # Leftovers of a killed conversion are removed once they are older than any conversion takes.
 STALE_AFTER_S = 24 * 3600
 _PARTIAL_PREFIX = ".partial-"
@@ -29,14 +32,17 @@ _PARTIAL_PREFIX = ".partial-"
 def converted_folder(
     fetch: Callable[[Path], Path], *, sha256: str, label: str, cache_dir: Path, report: Callable[[str], None]
 ) -> Path:
-    """Return the converted folder of the GGUF file with this `sha256`, making it if it is not there.
+    """Return the converted folder of the GGUF file with this `sha256`, making it if it is not there or damaged.
 
     `fetch` is called only then, with a folder for temporary files, and returns the GGUF file. The folder appears whole
     or not at all; of two processes that convert at once the second keeps the first one's result.
     """
-    folder = cache_dir / "models" / f"{label}-{sha256[:16]}-v{CONVERSION_VERSION}"
-    if folder.is_dir():
+    stem = f"{label}-{sha256[:16]}"
+    folder = cache_dir / "models" / f"{stem}-v{CONVERSION_VERSION}"
+    if _is_intact(folder):
         return folder
+    if folder.exists():
+        report(f"{folder} is damaged (files are missing or of another size); converting again")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(folder.parent)
@@ -51,7 +57,11 @@ def converted_folder(
         gguf_path = fetch(work)
         report(f"converting {gguf_path.name} (done once, kept in {folder})")
         convert_gguf(gguf_path, result)
-        _publish(result, folder)
+        _write_manifest(result)
+        _publish(result, folder, aside=work)
+        for version in range(1, CONVERSION_VERSION):
+            with suppress(OSError):  # mostly there is none; one that cannot be removed is only in the way of the disk
+                folder.with_name(f"{stem}-v{version}").rename(work / f"v{version}")
     except OSError as error:
         raise CheckpointError(f"{label} cannot be converted in {work}: {error}; free some space there") from error
     finally:
@@ -75,6 +85,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
             raise
         raise _conversion_error(gguf_path, error) from error
     except Exception as error:  # gguf and transformers raise many kinds, each about the file's content
+        reraise_interrupt(error)
         raise _conversion_error(gguf_path, error) from error
     generation: dict[str, Any] = {"eos_token_id": _eos_token_ids(metadata)}
     for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
@@ -167,16 +178,46 @@ def _eos_token_ids(metadata: dict[str, Any]) -> list[int]:
     return sorted({metadata[key] for key in keys if key in metadata})
 
 
-def _publish(result: Path, folder: Path) -> None:
-    """Move a finished folder to its place in one step, after its content has reached the disk."""
+def _write_manifest(folder: Path) -> None:
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / MANIFEST_NAME).write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+
+
+def _is_intact(folder: Path) -> bool:
+    """Return whether `folder` holds the files of its manifest in their sizes; their content is not read."""
+    try:
+        sizes = read_json_object(folder / MANIFEST_NAME)
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _publish(result: Path, folder: Path, *, aside: Path) -> None:
+    """Move a finished folder to its place, after its content has reached the disk.
+
+    An intact folder of another process stays; a damaged one is moved into `aside`.
+    """
     for path in result.iterdir():
         with path.open("rb+") as file:
             os.fsync(file.fileno())
-    try:
+    with _locked(folder.parent):  # else a good folder that has just replaced the damaged one could be moved away
+        if _is_intact(folder):
+            return
+        with suppress(FileNotFoundError):
+            folder.rename(aside / "damaged")
         result.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # else another process was first; both results are the same
-            raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes that lock `folder` out; the lock ends with the process at the latest."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems cannot lock; then only the unlikely race remains
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove_stale(parent: Path) -> None:
@@ -188,6 +229,6 @@ def _remove_stale(parent: Path) -> None:
 
 def _conversion_error(gguf_path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{gguf_path} cannot be converted: {first_line(error).rstrip('.')}; the file is damaged or of an unsupported kind, use "
-        "the model's safetensors folder instead"
+        f"{gguf_path} cannot be converted: {first_line(error).rstrip('.')}; the file is damaged or of an "
+        "unsupported kind, use the model's safetensors folder instead"
     )

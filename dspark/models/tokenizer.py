@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dspark.errors import CheckpointError, RequestError, first_line
-from dspark.models.model_config import read_json_object
+from dspark.models.model_config import read_json_object, reraise_interrupt
 
 # What the chat template gets from us; a request may not replace it.
 _RESERVED_TEMPLATE_NAMES = frozenset(
@@ -73,7 +77,8 @@ class Tokenizer:
                 f"the text holds a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}), which "
                 "is not valid Unicode; send well-formed UTF-8"
             ) from None
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, a batch of one lets other threads run while a long text is split.
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; ids without a token (padding rows of the embedding) are left out."""
@@ -180,6 +185,7 @@ def _converted_backend(folder: Path) -> tokenizers.Tokenizer:
     try:
         backend = AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
     except Exception as error:  # transformers raises many kinds, each about the files
+        reraise_interrupt(error)
         raise CheckpointError(
             f"the tokenizer files in {folder} cannot be converted: {first_line(error)}; add the model's tokenizer.json"
         ) from error
@@ -206,17 +212,49 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            template = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
-    json_path = folder / "chat_template.json"
-    template = (read_json_object(json_path) if json_path.exists() else config).get("chat_template")
-    if isinstance(template, list):  # several templates by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"chat_template in {folder} must be text, not {type(template).__name__}; correct it")
-    return template
+        _check_template(template, path)
+        return template
+    path = folder / "chat_template.json"
+    if path.exists():
+        config = read_json_object(path)
+    else:
+        path = folder / "tokenizer_config.json"
+    value = config.get("chat_template")
+    if isinstance(value, list):  # several templates by name
+        named = (entry for entry in value if isinstance(entry, dict))
+        value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise CheckpointError(f"chat_template in {path} must be text, not {type(value).__name__}; correct it")
+    _check_template(value, path)
+    return value
+
+
+class _GenerationBlocks(Extension):
+    """Lets through `{% generation %}` blocks, which transformers adds to jinja."""
+
+    tags = {"generation"}  # noqa: RUF012 (an instance variable by jinja's annotation)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _check_template(template: str, path: Path) -> None:
+    """Raise `CheckpointError` for a template that jinja cannot compile as transformers will; it is not run."""
+    environment = ImmutableSandboxedEnvironment(extensions=[_GenerationBlocks, loopcontrols])
+    try:
+        environment.compile(template)
+    except Exception as error:  # jinja raises its own kinds, and those of Python's compiler
+        line = getattr(error, "lineno", None)
+        where = "" if line is None else f" in line {line}"
+        raise CheckpointError(
+            f"the chat template in {path} has an error{where}: {first_line(error)}; correct it or download it again"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +266,12 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+
+    def sampling_values(self) -> dict[str, Any]:
+        """Return the sampling values that the model names, by the names of `SamplingParams`."""
+        values = asdict(self)
+        del values["eos_token_ids"]
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:

@@ -192,8 +192,17 @@ def _safetensors_files(folder: Path) -> list[Path]:
     if index_path.exists():
         weight_map = read_json_object(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names; download the model again")
-        paths = [folder / name for name in sorted(set(weight_map.values()))]
+            raise CheckpointError(
+                f"{index_path} has no weight_map of tensor names to file names; download the model again"
+            )
+        names = sorted(set(weight_map.values()))
+        for name in names:  # a path could lead to another model's file, or out of the folder
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{index_path} names the shard {name!r}; shards must be .safetensors files beside the index, "
+                    "download the model again"
+                )
+        paths = [folder / name for name in names]
         for path in paths:
             if not path.exists():
                 raise CheckpointError(f"{path} does not exist but {index_path.name} names it; download it")

@@ -154,9 +154,17 @@ class _Api:
                     ),
                 )
                 if choice == 0:  # the others differ in their seed alone
-                    self._engine.validate(request)
+                    self._validate(request, is_chat=is_chat)
                 requests.append(request)
         return call, requests, Answer(call, requests, answer_id=answer_id)
+
+    def _validate(self, request: Request, *, is_chat: bool) -> None:
+        try:
+            self._engine.validate(request)
+        except RequestError as error:
+            if is_chat and error.param == "prompt":
+                error.param = "messages"  # what a chat's prompt is made of
+            raise
 
     def _prompts(self, call: CompletionRequest | ChatCompletionRequest) -> list[list[int]]:
         tokenizer = self._engine.tokenizer

@@ -82,6 +82,17 @@ _NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
 }
 
 
+# For kinds of errors whose own text speaks of Python.
+_IN_JSON_WORDS = {
+    "too_short": "must not be empty",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "dict_type": "must be an object",
+    "list_type": "must be an array",
+}
+MAX_SHOWN_PATH = 100
+
+
 class SamplingDefaults(Protocol):
     """The model's own sampling defaults; None where it has none."""
 
@@ -333,13 +344,14 @@ def _request_error(error: ValidationError, kind: type[_GenerationRequest]) -> Re
     details = max(error.errors(include_url=False, include_context=False), key=lambda e: len(e["loc"]))
     where = _path(details["loc"])
     if details["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where, kind.model_fields, n=1)
+        name, is_nested = str(details["loc"][-1]), len(details["loc"]) > 1
+        near = [] if is_nested else difflib.get_close_matches(name, kind.model_fields, n=1)
         return RequestError(
             f"unknown field {where}; {f'did you mean {near[0]}?' if near else 'leave it out'}", param=where
         )
     if details["type"] == "missing":
         return RequestError(f"{where} is missing; it is required", param=where)
-    message = details["msg"].removeprefix("Input ")
+    message = _IN_JSON_WORDS.get(details["type"]) or details["msg"].removeprefix("Input ")
     return RequestError(f"{where} ({_short(details['input'])}) {message[:1].lower()}{message[1:]}", param=where)
 
 
@@ -351,7 +363,7 @@ def _path(location: tuple[int | str, ...]) -> str:
             path += f"[{part}]"
         elif part.isidentifier() and part != "str":
             path += f".{part}"
-    return path
+    return path if len(path) <= MAX_SHOWN_PATH else f"{path[:MAX_SHOWN_PATH]}..."
 
 
 def _short(value: Any) -> str:

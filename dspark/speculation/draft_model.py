@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dspark.batch import BatchRow
-from dspark.speculation.noise import KeyedNoise, NoisePurpose
-from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext
-from dspark.speculation.sampling import INVALID_TOKEN, greedy_tokens, race, sample_tokens, target_probs
+from dspark.speculation.open_draft import OpenDraft, draw_next
+from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +34,10 @@ class _FedText:
 
 
 @dataclass(kw_only=True)
-class _Drafting:
+class _Drafting(OpenDraft):
     """One request within one call of `propose`."""
 
-    context: DraftContext
     fed: _FedText
-    length: int  # tokens to propose
-    token_ids: list[int] = field(default_factory=list)
-    probs: list[Tensor] = field(default_factory=list)  # each [V]; stays empty for deterministic proposals
 
     @property
     def num_missing(self) -> int:
@@ -51,7 +45,7 @@ class _Drafting:
         return len(self.context.token_ids) - len(self.fed.token_ids)
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Proposes with a smaller model, one pass per draft position for all requests together.
 
     `execute` runs rows over the draft model's pool and returns logits [N, V_draft] float32 of the last `num_logits`
@@ -102,7 +96,7 @@ class DraftModelProposer:
                 for d in active
             ]
             active = self._advance(active, self._run(active, rows))
-        return [_draft_of(drafting[i]) if i in drafting else NO_DRAFT for i in range(len(contexts))]
+        return [drafting[i].close() if i in drafting else NO_DRAFT for i in range(len(contexts))]
 
     def release(self, request_id: str) -> None:
         """Forget a request; unknown ids are harmless. Full pages stay known, for other requests that share them."""
@@ -206,27 +200,11 @@ class DraftModelProposer:
         """Add one proposal per request from its row of logits; return who goes on."""
         if not active:
             return []
-        # Padding rows of the draft head beyond the target's vocabulary go before any argmax or softmax.
-        logits = logits[:, : self._vocab_size].float()
-        greedy = [i for i, d in enumerate(active) if d.context.sampling.is_greedy]
-        sampled = [i for i, d in enumerate(active) if not d.context.sampling.is_greedy]
-        proposed: dict[int, int] = {}
-        if greedy:
-            proposed.update(zip(greedy, greedy_tokens(logits[greedy]), strict=True))
-        if sampled:
-            subset = logits if not greedy else logits[sampled]
-            proposed.update(zip(sampled, self._sample([active[i] for i in sampled], subset), strict=True))
-        going_on = []
-        for i, d in enumerate(active):
-            token_id = proposed[i]
-            if token_id == INVALID_TOKEN:
+        drawn = draw_next(active, logits.float(), vocab_size=self._vocab_size)
+        for d, was_drawn in zip(active, drawn, strict=True):
+            if not was_drawn:
                 self._switch_off(d)
-                continue
-            assert 0 <= token_id < self._vocab_size, (token_id, self._vocab_size)
-            d.token_ids.append(token_id)
-            if len(d.token_ids) < d.length:
-                going_on.append(d)
-        return going_on
+        return [d for d, was_drawn in zip(active, drawn, strict=True) if was_drawn and not d.is_complete]
 
     def _switch_off(self, d: _Drafting) -> None:
         """Give a request no more drafts: the KV behind unusable logits is suspect, and so are its pages for others."""
@@ -237,42 +215,6 @@ class DraftModelProposer:
         d.fed.is_switched_off = True
         for page_id in d.context.page_ids:
             self._filled_serials[page_id] = None
-
-    def _sample(self, active: Sequence[_Drafting], logits: Tensor) -> list[int]:
-        """Draw one proposal per request from logits [M, V_draft]; `INVALID_TOKEN` where they are unusable."""
-        probs, is_usable = target_probs(logits, [d.context.sampling for d in active])
-        usable: list[bool] = is_usable.tolist()
-        token_ids = [INVALID_TOKEN] * len(active)
-        drawn = [i for i, d in enumerate(active) if usable[i] and not d.context.is_coupled]
-        if drawn:
-            # These vectors are drawn from here and judged by the verifier: one q, never computed twice.
-            padding = self._vocab_size - logits.shape[1]
-            q = functional.pad(probs[drawn], (0, padding)) if padding > 0 else probs[drawn]
-            uniforms = [_proposal_uniform(active[i]) for i in drawn]
-            for i, token_id, vector in zip(drawn, sample_tokens(q, uniforms), q, strict=True):
-                token_ids[i] = token_id
-                active[i].probs.append(vector)
-        for i, d in enumerate(active):
-            if usable[i] and d.context.is_coupled:
-                noise = KeyedNoise(d.context.seed).exponential(_next_position(d), logits.shape[1])
-                token_ids[i] = race(probs[i], noise)
-        return token_ids
-
-
-def _next_position(d: _Drafting) -> int:
-    return len(d.context.token_ids) + len(d.token_ids)
-
-
-def _proposal_uniform(d: _Drafting) -> float:
-    return KeyedNoise(d.context.seed).uniform(
-        NoisePurpose.PROPOSAL, anchor_position=len(d.context.token_ids) - 1, position=_next_position(d)
-    )
-
-
-def _draft_of(d: _Drafting) -> Draft:
-    if not d.token_ids:
-        return NO_DRAFT
-    return Draft(token_ids=d.token_ids, probs=torch.stack(d.probs) if d.probs else None)
 
 
 def _common_prefix_len(left: Sequence[object], right: Sequence[object], *, start: int = 0) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext
+from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes from the request's own prompt and output; free of any model, so drafts are deterministic.
 
     The longest suffix of at most `max_ngram` and at least `min_ngram` tokens that occurred before wins, and its most

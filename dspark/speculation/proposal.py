@@ -1,4 +1,7 @@
-"""What passes between the engine and a proposer: the context of one request, and the draft made for it."""
+"""What passes between the engine and a proposer: contexts of requests, drafts made for them, features of the target.
+
+T committed positions of a step, m tapped layers, D hidden size of the target, P pages.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,29 @@ class Draft:
 NO_DRAFT = Draft(token_ids=[])
 
 
+@dataclass(frozen=True, kw_only=True)
+class CommittedFeatures:
+    """Hidden states of the target at the positions whose KV one step computed and whose tokens are committed."""
+
+    features: Tensor  # [T, m * D], tapped layers side by side in the order asked for
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64 as in `ForwardBatch`
+    new_page_ids: Tensor  # [P] int64 pages that the step began: what an earlier owner left there is to be cleared first
+
+
 class Proposer(Protocol):
-    """Makes drafts for all running requests in one call. Any state of a request is keyed by its id."""
+    """Makes drafts for all running requests in one call. Any state of a request is keyed by its id.
+
+    Implementations inherit from it, so that they only say what they want beyond plain drafting.
+    """
 
     name: str
+    max_draft_tokens: int | None = None  # a draft is at most this long; None: of any length
+    tapped_layers: tuple[int, ...] = ()  # layers of the target whose outputs it wants (-1: the embedding's); none
+
+    def take_features(self, committed: CommittedFeatures) -> None:
+        """Take the tapped layers' outputs of a step: once for every step, before `propose`, if there are taps."""
+        return
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """Return one draft per context, in order, each at most `num_draft_tokens` long."""

@@ -97,3 +97,22 @@ def test_without_parameters_the_models_recommendations_apply(model_folder, tmp_p
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20}))
     assert LLM(str(folder)).default_sampling_params() == SamplingParams(temperature=0.6, top_k=20)
     assert LLM(str(model_folder)).default_sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 7), ("top_k", -9), ("min_p", 3)])
+def test_recommendations_out_of_range_are_refused_at_start(model_folder, tmp_path, name, value):
+    folder = shutil.copytree(model_folder, tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(CheckpointError, match=rf"generation_config.json in .*: {name} \({value}"):
+        load_engine(EngineConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize("cache", [CacheConfig(num_tokens=10**13), CacheConfig(page_size=10**13)])
+def test_a_cache_beyond_the_machines_memory_is_refused(model_folder, cache):
+    with pytest.raises(ConfigError, match="but this machine has"):
+        load_engine(EngineConfig(model=str(model_folder), cache=cache))
+
+
+def test_a_device_that_holds_no_numbers_is_refused(model_folder):
+    with pytest.raises(ConfigError, match=r"device \('meta'\) cannot be used here"):
+        load_engine(EngineConfig(model=str(model_folder), device="meta"))

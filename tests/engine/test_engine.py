@@ -164,6 +164,7 @@ def test_a_prompt_that_fills_the_context_is_refused_and_the_next_one_served(prom
         ([-1], GREEDY, "prompt"),
         ([1], SamplingParams(stop_token_ids=(16,)), "stop_token_ids"),
         ([1], SamplingParams(max_tokens=128), "max_tokens"),
+        ([1], SamplingParams(min_tokens=2, stop_token_ids=tuple(range(16))), "stop_token_ids"),
     ],
 )
 def test_a_request_the_model_cannot_serve_is_refused_by_field(prompt, sampling, param):

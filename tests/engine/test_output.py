@@ -86,6 +86,7 @@ def test_stop_token_works_under_ignore_eos() -> None:
 
 
 def test_stop_string_at_the_head_of_a_long_block_ends_the_request() -> None:
+    """D3."""
     block = [*b"END aaaaaaaa"]
     result = processor(stop=("END",)).append(block)
     assert result == AppendResult(num_kept=3, text="", finish_reason=FinishReason.STOP, stop_reason="END")
@@ -169,6 +170,7 @@ def test_block_after_the_end_is_our_own_mistake() -> None:
 @pytest.mark.parametrize("block_len", range(1, 9))
 @pytest.mark.parametrize("is_included", [False, True])
 def test_no_part_of_a_stop_string_leaves_early(block_len: int, is_included: bool) -> None:
+    """D13."""
     output = processor(stop=("<END>",), include_stop_str_in_output=is_included)
     deltas, num_kept, last = collect(output, [*b"foo<EN", *b"D>bar"], block_len)
     assert "".join(deltas) == ("foo<END>" if is_included else "foo")
@@ -198,6 +200,7 @@ def test_stop_string_that_overlaps_its_own_beginning_is_found() -> None:
 
 @pytest.mark.parametrize("block_len", range(1, 10))
 def test_characters_split_over_tokens_stay_whole(block_len: int) -> None:
+    """K1."""
     token_ids = TOKENIZER.encode(K1_TEXT)
     deltas, _, last = collect(processor(max_output_tokens=len(token_ids)), token_ids, block_len)
     assert "".join(deltas) == K1_TEXT

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from tiny_gguf import TOKENS, write_gguf
 from tiny_models import hf_logits, load, make_model, new_cache, run
 
 from dspark.errors import CheckpointError
-from dspark.models.gguf_conversion import STALE_AFTER_S, converted_folder
+from dspark.models.gguf_conversion import MANIFEST_NAME, STALE_AFTER_S, converted_folder
 from dspark.models.model_source import resolve_model
 from dspark.models.tokenizer import load_generation_defaults, load_tokenizer
 
@@ -207,16 +209,108 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_the_first_of_two_conversions_wins(gguf: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     def fetch_while_another_finishes(_: Path) -> Path:
-        winner = tmp_path / "models" / f"m-{'0' * 16}-v1"
+        winner = tmp_path / "models" / f"m-{'0' * 16}-v2"
         winner.mkdir()
         (winner / "config.json").write_text("{}")
+        (winner / MANIFEST_NAME).write_text('{"config.json": 2}')
         return gguf[0]
 
     folder = converted_folder(
         fetch_while_another_finishes, sha256="0" * 64, label="m", cache_dir=tmp_path, report=lambda _: None
     )
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert {path.name for path in folder.iterdir()} == {"config.json", MANIFEST_NAME}
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def truncate_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def replace_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+
+
+DAMAGES = [
+    truncate_weights,
+    empty,
+    replace_by_a_file,
+    lambda folder: (folder / "tokenizer.json").unlink(),
+    lambda folder: (folder / MANIFEST_NAME).unlink(),
+    lambda folder: (folder / MANIFEST_NAME).write_bytes(b"{"),
+    lambda folder: (folder / MANIFEST_NAME).write_bytes(b"{}"),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folder_is_converted_again(
+    gguf: tuple[Path, torch.Tensor],
+    folder: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "models").mkdir()
+    copy = tmp_path / "models" / folder.name
+    shutil.copytree(folder, copy)
+    damage(copy)
+    assert resolve_model(str(gguf[0]), cache_dir=tmp_path).path == copy
+    assert f"{copy} is damaged" in capsys.readouterr().err
+    assert {path.name: path.stat().st_size for path in copy.iterdir()} == {
+        path.name: path.stat().st_size for path in folder.iterdir()
+    }
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+
+
+def test_two_repairs_at_once_leave_one_whole_folder(
+    gguf: tuple[Path, torch.Tensor], folder: Path, tmp_path: Path
+) -> None:
+    """Both see the damage before either repairs it; the second keeps what the first has published."""
+    (tmp_path / "models").mkdir()
+    copy = tmp_path / "models" / f"m-{'0' * 16}-v2"
+    shutil.copytree(folder, copy)
+    truncate_weights(copy)
+    both_saw_it = threading.Barrier(2, timeout=60)
+    one_at_a_time = threading.Lock()  # transformers' lazy imports are not for threads
+    published: list[int] = []
+
+    def repair() -> None:
+        def fetch(_: Path) -> Path:
+            both_saw_it.wait()
+            one_at_a_time.acquire()
+            return gguf[0]
+
+        try:
+            result = converted_folder(fetch, sha256="0" * 64, label="m", cache_dir=tmp_path, report=lambda _: None)
+            published.append((result / "model.safetensors").stat().st_ino)
+        finally:
+            one_at_a_time.release()
+
+    threads = [threading.Thread(target=repair) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(published) == 2
+    assert published[0] == published[1]
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+
+
+def test_result_of_an_older_conversion_is_removed(
+    gguf: tuple[Path, torch.Tensor], folder: Path, tmp_path: Path
+) -> None:
+    old, other = tmp_path / "models" / folder.name.replace("-v2", "-v1"), tmp_path / "models" / "other-0-v1"
+    for path in (old, other):
+        path.mkdir(parents=True)
+        (path / "config.json").write_text("{}")
+    resolve_model(str(gguf[0]), cache_dir=tmp_path)
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {folder.name, "other-0-v1"}
 
 
 def test_leftovers_of_a_killed_conversion_are_removed_later(gguf: tuple[Path, torch.Tensor], tmp_path: Path) -> None:

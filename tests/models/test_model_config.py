@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tiny_models import LLAMA3_ROPE
 
 from dspark.errors import CheckpointError
-from dspark.models.model_config import DecoderConfig, decoder_config_from
+from dspark.models.model_config import DecoderConfig, decoder_config_from, reraise_interrupt
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -125,12 +126,112 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[
         read(tmp_path, **changes)
 
 
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": 1}, r"architectures \(1\) in .*config\.json"),
+        ({"architectures": "Llama"}, r"architectures \('Llama'\)"),
+        ({"model_type": []}, "config.json describes an unsupported architecture"),
+        *(
+            ({**QWEN3, name: value}, rf"config\.json: {name} \({value}\)")
+            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+            for value in (-1, 0, 10**9, 10**30)
+        ),
+        ({"num_key_value_heads": 0}, r"config\.json: num_key_value_heads \(0\)"),
+        ({"num_key_value_heads": 3}, r"config\.json: num_attention_heads \(4\) is no multiple .*\(3\)"),
+        ({"head_dim": -1}, r"config\.json: head_dim \(-1\)"),
+        ({"head_dim": 10**9}, r"config\.json: head_dim \(1000000000\)"),
+        ({"head_dim": 7}, r"even rotary dimension, but got `head_dim`=7"),
+        ({"hidden_size": 3}, r"config\.json.*hidden.*3|config\.json: head_dim \(0\)"),
+        ({"num_hidden_layers": 2.0}, r"num_hidden_layers \(2\.0\) must be an integer"),
+        ({"num_hidden_layers": True}, r"num_hidden_layers \(True\) must be an integer"),
+        ({"num_hidden_layers": None}, r"config\.json.*num_hidden_layers.*None"),
+        ({"num_labels": 10**9}, r"num_labels \(1000000000\)"),
+        ({"max_position_embeddings": 0}, r"max_position_embeddings \(0\)"),
+        *(
+            ({"rms_norm_eps": value}, rf"config\.json: rms_norm_eps \({shown}\)")
+            for value, shown in (
+                (0.0, "0.0"),
+                (-1e-5, "-1e-05"),
+                (5, "5"),
+                (math.nan, "nan"),
+                (math.inf, "inf"),
+                ("x", "'x'"),
+            )
+        ),
+        ({**MISTRAL, "sliding_window": "x"}, r"config\.json: sliding_window \('x'\)"),
+        ({**MISTRAL, "sliding_window": 0}, r"config\.json: sliding_window \(0\)"),
+        ({**MISTRAL, "sliding_window": -4}, r"config\.json: sliding_window \(-4\)"),
+        ({"rope_theta": "x"}, r"config\.json: rope_theta \('x'\)"),
+        ({"rope_theta": 0}, r"config\.json: rope_theta \(0\)"),
+        ({"rope_theta": -1.0}, r"config\.json: rope_theta \(-1\.0\)"),
+        *(
+            ({"rope_parameters": {**YARN, **LLAMA3_ROPE, "rope_type": rope_type, "factor": 0}}, r"factor \(0\)")
+            for rope_type in ("linear", "yarn", "llama3")
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"config\.json: factor \(0\)"),
+        ({"rope_scaling": "x"}, r"config\.json.*'?x'?"),
+        ({"rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, r"low_freq_factor \(1\.0\) must be under"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, r"config\.json.*division by zero"),
+        ({"rope_parameters": {**YARN, "mscale": math.nan, "mscale_all_dim": 1.0}}, "frequency or magnitude of nan"),
+        ({**GEMMA2, "query_pre_attn_scalar": 0}, r"query_pre_attn_scalar \(0\)"),
+        ({**GEMMA2, "final_logit_softcapping": -1}, r"final_logit_softcapping \(-1\)"),
+        ({"hidden_act": []}, r"config\.json"),
+        ({**QWEN3, "layer_types": [[], 1]}, r"config\.json"),
+    ],
+)
+def test_damaged_value_is_named_with_the_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(tmp_path, **changes)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_inner_objects_are_checked_too(tmp_path: Path) -> None:
+    text = {**LLAMA, "model_type": "gemma3_text", "num_hidden_layers": 10**9}
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers \(1000000000\)"):
+        read(tmp_path, model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], text_config=text)
+
+
+def test_huge_position_limit_is_accepted(tmp_path: Path) -> None:
+    config = read(tmp_path, max_position_embeddings=2**62, rope_parameters=YARN)
+    assert config.max_position == 2**62
+    assert len(config.rotary["full_attention"].inverse_frequencies) == 4
+
+
+def test_interrupt_within_an_import_stays_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reports whatever ends a lazy import as a missing module."""
+
+    class InterruptedTransformers:
+        @property
+        def AutoConfig(self) -> None:
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt as error:
+                raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from error
+
+    monkeypatch.setitem(sys.modules, "transformers", InterruptedTransformers())
+    with pytest.raises(KeyboardInterrupt):
+        read(tmp_path)
+
+
+def test_errors_that_name_each_other_as_cause_are_no_interrupt() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    reraise_interrupt(first)
+
+
 def test_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         decoder_config_from(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}"])
 def test_damaged_config_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):

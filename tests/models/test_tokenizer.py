@@ -173,6 +173,28 @@ def test_template_is_found_wherever_savers_put_it(tmp_path: Path, place: str) ->
     assert load_tokenizer(tmp_path).render_chat([]) == [TOKENS.index("hello")]
 
 
+@pytest.mark.parametrize(
+    ("place", "file"),
+    [("jinja", "chat_template.jinja"), ("json", "chat_template.json"), ("list", "tokenizer_config.json")],
+)
+@pytest.mark.parametrize(
+    "template", ["x\n{% if %}", "x\n{% for m in messages %}", "x\n{{ messages | no_such_filter }}"]
+)
+def test_template_with_an_error_is_named_at_load(tmp_path: Path, place: str, file: str, template: str) -> None:
+    save(tmp_path, chat_template=[{"name": "default", "template": template}] if place == "list" else None)
+    if place != "list":
+        text = template if place == "jinja" else json.dumps({"chat_template": template})
+        (tmp_path / file).write_text(text)
+    with pytest.raises(CheckpointError, match=rf"chat template in .*{file} has an error in line 2: "):
+        load_tokenizer(tmp_path)
+
+
+def test_generation_blocks_of_transformers_are_no_error(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    tokenizer = load_tokenizer(save(tmp_path, chat_template=template))
+    assert tokenizer.render_chat([{"role": "assistant", "content": "hello"}]) == [TOKENS.index("hello")]
+
+
 def test_truncation_and_padding_of_the_training_run_are_off(tmp_path: Path) -> None:
     backend = backend_of(TOKENS, adds_bos=False)
     backend.enable_truncation(2)

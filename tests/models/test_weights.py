@@ -20,8 +20,9 @@ IDS = random_ids(20)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_model("qwen3", tie_word_embeddings=False).save_pretrained(tmp_path)
-    return tmp_path
+    folder = tmp_path / "model"
+    make_model("qwen3", tie_word_embeddings=False).save_pretrained(folder)
+    return folder
 
 
 def logits_of(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -154,6 +155,17 @@ def test_index_that_names_an_absent_shard_is_refused(folder: Path) -> None:
     shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors does not exist but .*index"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/other/model.safetensors", "..", "", "weights.bin"])
+def test_index_that_names_a_shard_elsewhere_is_refused(folder: Path, name: str) -> None:
+    other = folder.parent / "other"
+    other.mkdir()
+    (folder / "model.safetensors").rename(other / "model.safetensors")
+    name = str(other / "model.safetensors") if name.startswith("/") else name
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json names the shard .*beside the index"):
         load(folder)
 
 

@@ -1,0 +1,228 @@
+"""Offline simulated acceptance of a drafter on the target's own texts, and the quality of its confidence.
+
+S supervised slots, K proposals of a block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from dspark.errors import ConfigError
+from dspark.models.drafter_config import check_target
+from dspark.models.drafter_module import BlockFeatures, DrafterModule
+from dspark.training.blocks import BlockBatch, build_blocks, draw_anchors
+from dspark.training.checkpoint import load_module
+from dspark.training.dataset import Conversation
+from dspark.training.features import FeatureSource, OnlineFeatures, check_delivered
+from dspark.training.loss import DrafterLoss, LossWeights, TargetLogits
+from dspark.training.setup import load_target, open_device
+
+_EVALUATION_EPOCH = 2**31  # keys anchors that no epoch of training draws
+_NUM_BINS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Acceptance along the target's own texts, each slot given the text before it.
+
+    At temperature 1 a slot's acceptance is exact, 1 - l1 / 2; the accepted length multiplies them along the text. At
+    temperature 0 a slot is accepted when both argmaxes agree. Lengths count blocks with all slots supervised and
+    include the bonus token.
+    """
+
+    num_conversations: int
+    num_blocks: int
+    num_full_blocks: int
+    num_slots: tuple[int, ...]  # [K]
+    accepted_length: float | None  # temperature 1; None without a full block
+    greedy_accepted_length: float | None
+    acceptance: tuple[float | None, ...]  # [K] conditional, temperature 1; None without a slot
+    greedy_acceptance: tuple[float | None, ...]  # [K]
+    confidence_ece: float | None  # None without a confidence head
+    confidence_auc: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures as JSON values."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+
+def evaluate_drafter(
+    module: DrafterModule,
+    conversations: Sequence[Conversation],
+    features: FeatureSource,
+    target_logits: TargetLogits,
+    *,
+    num_anchors: int = 64,
+    seed: int = 0,
+    pack_tokens: int = 512,
+    chunk_slots: int = 256,
+) -> Evaluation:
+    """Measure `module` on blocks at `num_anchors` random anchors of each conversation."""
+    config = module.config
+    device = module.lm_head.weight.device
+    loss = DrafterLoss(module, target_logits, LossWeights(), chunk_slots=chunk_slots)
+    num_blocks = 0
+    parts: dict[str, list[Tensor]] = {
+        name: [] for name in ("proposals", "acceptance", "matches", "confidence", "length", "greedy_length")
+    }
+    for pack in packs_of(conversations, pack_tokens):
+        anchors = [draw_anchors(c, config, num_anchors=num_anchors, seed=seed, epoch=_EVALUATION_EPOCH) for c in pack]
+        delivered = features(pack)
+        check_delivered(delivered, needs_target_probs=True)
+        batch = build_blocks(pack, delivered, anchors, config, device=device)
+        with torch.no_grad():
+            _, chosen, acceptance, matches = loss.measure(run_blocks(module, batch), batch)
+        num_blocks += batch.num_blocks
+        parts["proposals"].append(chosen.proposals)
+        parts["acceptance"].append(acceptance.double())
+        parts["matches"].append(matches.double())
+        if chosen.confidence_logits is not None:
+            parts["confidence"].append(chosen.confidence_logits.double().sigmoid())
+        is_full = batch.is_supervised[:, config.first_proposal_slot :].all(1)
+        for name, values in (("length", acceptance), ("greedy_length", matches)):
+            grid = torch.zeros((batch.num_blocks, config.num_draft_tokens), dtype=torch.float64, device=device)
+            grid[chosen.blocks, chosen.proposals] = values.double()
+            parts[name].append(1 + grid[is_full].cumprod(1).sum(1))
+    joined = {name: torch.cat(values).cpu().numpy() for name, values in parts.items() if values}
+    return _evaluation(joined, len(conversations), num_blocks, config.num_draft_tokens)
+
+
+def evaluate(
+    folder: Path,
+    data: Sequence[str],
+    *,
+    target: str,
+    held_out_only: float | None = None,  # the hold_out_fraction of the training run; None: all conversations
+    num_sequences: int | None = None,  # of each file; None: all
+    num_anchors: int = 64,
+    max_length: int = 2048,
+    seed: int = 0,
+    device: str = "cpu",
+) -> dict[str, Evaluation]:
+    """Measure the drafter in `folder` on each file of conversations by itself; return the results by file.
+
+    Raises `CheckpointError` for a drafter of another target, `ConfigError` for wrong data.
+    """
+    loaded = load_target(target, open_device(device))
+    module = load_module(folder, loaded.decoder)
+    check_target(module.config, loaded.decoder.config, tokenizer_size=loaded.tokenizer.vocab_size)
+    features = OnlineFeatures(loaded.decoder, module.config.tap_ids, chunk_tokens=512)
+    results = {}
+    for path in data:
+        dataset = loaded.load_dataset([path], max_length=max_length, hold_out_fraction=held_out_only or 0.0)
+        conversations = list(dataset.conversations) if held_out_only is None else dataset.held_out
+        if not conversations:
+            raise ConfigError(
+                f"{path} has no held-out conversation at a fraction of {held_out_only}; use more data or measure all"
+            )
+        results[path] = evaluate_drafter(
+            module, conversations[:num_sequences], features, loaded.logits, num_anchors=num_anchors, seed=seed
+        )
+    return results
+
+
+def print_evaluations(results: Mapping[str, Evaluation], console: Console) -> None:
+    """Print a table of results by file, then one line of JSON."""
+    table = Table(title="offline acceptance, bonus token included")
+    for column in ("data", "blocks", "length T=1", "length T=0", "acceptance T=1", "acceptance T=0", "ECE", "AUC"):
+        table.add_column(column)
+    for name, result in results.items():
+        table.add_row(
+            name,
+            str(result.num_blocks),
+            _number(result.accepted_length),
+            _number(result.greedy_accepted_length),
+            " ".join(_number(value) for value in result.acceptance),
+            " ".join(_number(value) for value in result.greedy_acceptance),
+            _number(result.confidence_ece, 3),
+            _number(result.confidence_auc, 3),
+        )
+    console.print(table)
+    # Not through the console, which would wrap it.
+    print(json.dumps({name: result.to_json() for name, result in results.items()}))
+
+
+def run_blocks(module: DrafterModule, batch: BlockBatch) -> BlockFeatures:
+    """Run the drafter over a batch of blocks."""
+    features: BlockFeatures = module(
+        batch.context_features,
+        batch.context_positions,
+        batch.anchor_token_ids,
+        batch.anchor_positions,
+        batch.context_visible,
+        batch.previous_token_ids,
+    )
+    return features
+
+
+def packs_of(conversations: Sequence[Conversation], pack_tokens: int) -> Iterator[list[Conversation]]:
+    """Yield runs of conversations of at most `pack_tokens` tokens together; a longer one comes alone."""
+    pack: list[Conversation] = []
+    for conversation in conversations:
+        if pack and sum(c.num_tokens for c in pack) + conversation.num_tokens > pack_tokens:
+            yield pack
+            pack = []
+        pack.append(conversation)
+    if pack:
+        yield pack
+
+
+def expected_calibration_error(confidence: np.ndarray, acceptance: np.ndarray) -> float:
+    """Return the mean gap between confidence [S] and acceptance rate [S] over 15 equal bins of confidence."""
+    bins = np.minimum((confidence * _NUM_BINS).astype(int), _NUM_BINS - 1)
+    gaps = np.bincount(bins, weights=confidence - acceptance, minlength=_NUM_BINS)
+    return float(np.abs(gaps).sum() / len(confidence))
+
+
+def expected_auc(confidence: np.ndarray, acceptance: np.ndarray) -> float | None:
+    """Return the chance that an accepted slot has the higher confidence than a rejected one; ties count half.
+
+    Each slot is accepted with its own probability `acceptance` [S], so this is the exact expectation over outcomes,
+    without drawing any. None when nothing is ever accepted, or nothing rejected.
+    """
+    _, inverse = np.unique(confidence, return_inverse=True)
+    accepted = np.bincount(inverse, weights=acceptance)
+    rejected = np.bincount(inverse, weights=1 - acceptance)
+    pairs = accepted.sum() * rejected.sum()
+    if pairs <= 0:
+        return None
+    below = np.cumsum(rejected) - rejected
+    return float((accepted * (below + 0.5 * rejected)).sum() / pairs)
+
+
+def _evaluation(
+    joined: dict[str, np.ndarray], num_conversations: int, num_blocks: int, num_proposals: int
+) -> Evaluation:
+    of_proposal = [joined["proposals"] == k for k in range(num_proposals)]
+
+    def mean(values: np.ndarray) -> float | None:
+        return float(values.mean()) if len(values) else None
+
+    confidence = joined.get("confidence")
+    acceptance = joined["acceptance"].clip(0, 1)
+    return Evaluation(
+        num_conversations=num_conversations,
+        num_blocks=num_blocks,
+        num_full_blocks=len(joined["length"]),
+        num_slots=tuple(int(own.sum()) for own in of_proposal),
+        accepted_length=mean(joined["length"]),
+        greedy_accepted_length=mean(joined["greedy_length"]),
+        acceptance=tuple(mean(acceptance[own]) for own in of_proposal),
+        greedy_acceptance=tuple(mean(joined["matches"][own]) for own in of_proposal),
+        confidence_ece=None if confidence is None else expected_calibration_error(confidence, acceptance),
+        confidence_auc=None if confidence is None else expected_auc(confidence, acceptance),
+    )
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,216 @@
+"""The DSpark proposer on its own: what it draws, from which vectors, with which noise."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from dspark_bench import VOCAB, fresh_context, fresh_greedy_draft, make_drafter, stored_drafter, target_taps
+
+from dspark.models.drafter import Drafter
+from dspark.request import SamplingParams
+from dspark.speculation.dspark_drafter import DSparkProposer
+from dspark.speculation.noise import KeyedNoise, NoisePurpose
+from dspark.speculation.proposal import NO_DRAFT, CommittedFeatures, Draft, DraftContext
+from dspark.speculation.sampling import race, sample_from, target_probs
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95)
+TEXT = [5, 40, 7, 200, 31, 99, 12, 3, 77, 150, 21]
+OTHER = [8, 8, 1, 250, 66]
+SEED = 11
+
+
+def proposer_with(drafter: Drafter, texts: dict[str, list[int]]) -> tuple[DSparkProposer, dict[str, range]]:
+    """Return a proposer that has the context of `texts`, and their pages."""
+    proposer = DSparkProposer(drafter, num_pages=64, page_size=4)
+    pages = {}
+    for i, (request_id, text) in enumerate(texts.items()):
+        pages[request_id] = range(16 * i, 16 * (i + 1))
+        positions = torch.arange(len(text) - 1)
+        taps = target_taps(text[:-1], drafter.config.tap_ids)
+        proposer.take_features(committed(taps, positions, positions + 64 * i))
+    return proposer, pages
+
+
+def committed(taps, positions, slots, new_page_ids=()) -> CommittedFeatures:
+    return CommittedFeatures(
+        features=taps,
+        positions=positions,
+        slot_mapping=slots,
+        new_page_ids=torch.tensor(new_page_ids, dtype=torch.int64),
+    )
+
+
+def context_of(text, pages, *, length=4, sampling=GREEDY, is_coupled=False, request_id="a") -> DraftContext:
+    return DraftContext(
+        request_id=request_id,
+        token_ids=text,
+        sampling=sampling,
+        seed=SEED,
+        is_coupled=is_coupled,
+        num_draft_tokens=length,
+        page_ids=pages,
+        page_serials=[1] * len(pages),
+    )
+
+
+def draft_one(drafter: Drafter, **fields) -> Draft:
+    proposer, pages = proposer_with(drafter, {"a": TEXT})
+    (draft,) = proposer.propose([context_of(TEXT, pages["a"], **fields)])
+    return draft
+
+
+def corrected_logits(drafter: Drafter, target_ids: list[int]) -> torch.Tensor:
+    """Return the logits [k, Vd] along a draft, from the slow loop over a fresh context."""
+    context, row = fresh_context(drafter, TEXT)
+    forced = torch.tensor([target_ids + [0] * (drafter.config.num_draft_tokens - len(target_ids))])
+    return context.draft([row], forced).logits[0, : len(target_ids)]
+
+
+def test_the_vector_a_proposal_is_drawn_from_is_the_one_handed_to_the_verifier():
+    drafter = stored_drafter("deepspec_vanilla")
+    draft = draft_one(drafter, sampling=SAMPLED, length=7)
+    assert draft.probs.dtype == torch.float32 and draft.probs.shape == (7, VOCAB)
+    noise = KeyedNoise(SEED)
+    for k, (token_id, q) in enumerate(zip(draft.token_ids, draft.probs, strict=True)):
+        uniform = noise.uniform(NoisePurpose.PROPOSAL, anchor_position=len(TEXT) - 1, position=len(TEXT) + k)
+        assert sample_from(q, uniform) == token_id
+        assert q[token_id] > 0
+
+
+def test_the_vectors_are_the_drafters_corrected_distribution_under_the_requests_sampling():
+    drafter = stored_drafter("deepspec_gated")
+    draft = draft_one(drafter, sampling=SAMPLED, length=7)
+    expected, _ = target_probs(corrected_logits(drafter, draft.token_ids), [SAMPLED] * 7)
+    torch.testing.assert_close(draft.probs, expected, atol=1e-5, rtol=0)
+    assert (draft.probs == 0).any(), "top_p cuts nothing here"
+
+
+def test_a_coupled_request_races_under_the_targets_noise():
+    drafter = stored_drafter("speculators_anchor")
+    draft = draft_one(drafter, sampling=SAMPLED, is_coupled=True)
+    probs, _ = target_probs(corrected_logits(drafter, draft.token_ids), [SAMPLED] * 4)
+    noise = KeyedNoise(SEED)
+    assert draft.probs is None
+    assert draft.token_ids == [race(q, noise.exponential(len(TEXT) + k, VOCAB)) for k, q in enumerate(probs)]
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_fewer_proposals_than_the_block_are_the_first_of_the_block(length):
+    """I6."""
+    drafter = stored_drafter("speculators_fill_in")
+    assert draft_one(drafter, length=length).token_ids == draft_one(drafter, length=7).token_ids[:length]
+
+
+def test_requests_of_every_kind_drafted_together_draft_as_each_alone():
+    """B13, with lengths 1 to 4 and contexts of 4 and 10 positions."""
+    drafter = make_drafter(markov_head_type="rnn")
+    proposer, pages = proposer_with(drafter, {"a": TEXT, "b": OTHER})
+    contexts = [
+        context_of(TEXT, pages["a"], length=2, request_id="a"),
+        context_of(OTHER, pages["b"], length=4, sampling=SAMPLED, request_id="b"),
+        context_of(OTHER, pages["b"], length=1, request_id="c"),
+        context_of(TEXT, pages["a"], length=3, sampling=SAMPLED, is_coupled=True, request_id="d"),
+    ]
+    together = proposer.propose(contexts)
+    assert [len(draft.token_ids) for draft in together] == [2, 4, 1, 3]
+    for context, draft in zip(contexts, together, strict=True):
+        assert proposer.propose([context])[0].token_ids == draft.token_ids
+
+
+def test_without_a_sequential_head_a_sampled_request_gets_the_argmax_as_a_certain_draft():
+    """B8: slots drawn independently make incoherent blocks."""
+    drafter = stored_drafter("deepspec_dflash")
+    draft = draft_one(drafter, sampling=SAMPLED, length=7)
+    assert draft.probs is None
+    assert draft.token_ids == fresh_greedy_draft(drafter, TEXT, 7)
+
+
+def test_without_a_sequential_head_a_coupled_request_still_races():
+    drafter = stored_drafter("deepspec_dflash")
+    draft = draft_one(drafter, sampling=SAMPLED, is_coupled=True)
+    probs, _ = target_probs(corrected_logits(drafter, draft.token_ids), [SAMPLED] * 4)
+    noise = KeyedNoise(SEED)
+    assert draft.token_ids == [race(q, noise.exponential(len(TEXT) + k, VOCAB)) for k, q in enumerate(probs)]
+
+
+class TestPrunedVocabulary:
+    """Draft id i stands for target id 2i (B15, I4)."""
+
+    drafter = make_drafter(draft_vocab_size=128)
+    ids = np.arange(0, 256, 2)
+
+    def test_greedy_proposals_are_mapped_once(self):
+        draft = draft_one(self.drafter)
+        assert draft.token_ids == fresh_greedy_draft(self.drafter, TEXT, 4)
+        assert max(draft.token_ids) > 127, "draft ids would do"
+
+    def test_vectors_span_the_targets_vocabulary_and_are_zero_outside_the_kept_ids(self):
+        draft = draft_one(self.drafter, sampling=SAMPLED)
+        assert draft.probs.shape == (4, 256)
+        assert not draft.probs[:, 1::2].any()
+        assert (draft.probs[range(4), draft.token_ids] > 0).all()
+        expected, _ = target_probs(corrected_logits(self.drafter, draft.token_ids), [SAMPLED] * 4)
+        torch.testing.assert_close(draft.probs[:, ::2], expected, atol=1e-5, rtol=0)
+
+    def test_a_race_uses_the_noise_of_the_target_ids(self):
+        draft = draft_one(self.drafter, sampling=SAMPLED, is_coupled=True)
+        probs, _ = target_probs(corrected_logits(self.drafter, draft.token_ids), [SAMPLED] * 4)
+        noise = KeyedNoise(SEED)
+        expected = [2 * race(q, noise.exponential(len(TEXT) + k, 256)[self.ids]) for k, q in enumerate(probs)]
+        assert draft.token_ids == expected
+
+
+def test_a_context_that_is_not_a_number_costs_that_request_its_drafts_only(caplog):
+    drafter = stored_drafter("deepspec_vanilla")
+    proposer, pages = proposer_with(drafter, {"a": TEXT, "b": OTHER})
+    healthy = proposer.propose([context_of(OTHER, pages["b"], request_id="b")])[0]
+    taps = torch.full((1, drafter.config.feature_size), float("nan"))
+    proposer.take_features(committed(taps, torch.tensor([3]), torch.tensor([3])))
+    contexts = [context_of(TEXT, pages["a"], request_id="a"), context_of(OTHER, pages["b"], request_id="b")]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            drafts = proposer.propose(contexts)
+            assert drafts[0] is NO_DRAFT
+            assert drafts[1].token_ids == healthy.token_ids
+    assert caplog.text.count("request a goes on without drafts") == 1
+
+
+def test_a_released_request_may_draft_again():
+    drafter = stored_drafter("deepspec_vanilla")
+    proposer, pages = proposer_with(drafter, {"a": TEXT})
+    context, taps = context_of(TEXT, pages["a"]), target_taps(TEXT[:-1], drafter.config.tap_ids)
+    proposer.take_features(committed(taps * float("nan"), torch.arange(10), torch.arange(10)))
+    assert proposer.propose([context]) == [NO_DRAFT]
+    proposer.release("a")
+    proposer.take_features(committed(taps, torch.arange(10), torch.arange(10)))
+    assert proposer.propose([context])[0].token_ids == fresh_greedy_draft(drafter, TEXT, 4)
+
+
+def test_what_an_earlier_owner_left_in_a_new_page_is_cleared():
+    """The last page of 10 positions has two slots that nobody writes, and attention reads them masked."""
+    drafter = stored_drafter("deepspec_vanilla")
+    proposer, pages = proposer_with(drafter, {"a": TEXT})
+    nan = torch.full((12, drafter.config.feature_size), float("nan"))
+    proposer.take_features(committed(nan, torch.arange(12), torch.arange(12)))
+    taps = target_taps(TEXT[:-1], drafter.config.tap_ids)
+    proposer.take_features(committed(taps, torch.arange(10), torch.arange(10), new_page_ids=[0, 1, 2]))
+    draft = proposer.propose([context_of(TEXT, pages["a"])])[0]
+    assert draft.token_ids == fresh_greedy_draft(drafter, TEXT, 4)
+
+
+def test_a_step_that_commits_nothing_is_fine():
+    drafter = stored_drafter("deepspec_vanilla")
+    proposer, pages = proposer_with(drafter, {"a": TEXT})
+    nothing = torch.empty(0, dtype=torch.int64)
+    proposer.take_features(committed(torch.empty(0, drafter.config.feature_size), nothing, nothing))
+    draft = proposer.propose([context_of(TEXT, pages["a"])])[0]
+    assert draft.token_ids == fresh_greedy_draft(drafter, TEXT, 4)
+
+
+@pytest.mark.parametrize(("limit", "length"), [(20, 4), (13, 2), (11, 0), (5, 0)])
+def test_a_text_near_the_drafters_limit_gets_shorter_drafts_then_none(limit, length):
+    assert len(draft_one(make_drafter(max_position=limit)).token_ids) == length
