@@ -119,19 +119,22 @@ class Engine:
         max_output_tokens = self.max_model_len - len(request.prompt_token_ids)
         if sampling.max_tokens is not None:
             max_output_tokens = sampling.max_tokens
-        eos_token_ids = frozenset() if sampling.ignore_eos else self.generation_defaults.eos_token_ids
+        output = OutputProcessor(
+            self.tokenizer,
+            sampling,
+            eos_token_ids=self.generation_defaults.eos_token_ids,
+            max_output_tokens=max_output_tokens,
+        )
         max_draft_tokens = self._num_draft_tokens
         if sampling.num_draft_tokens is not None:
             max_draft_tokens = sampling.num_draft_tokens
         sequence = Sequence(
             request=request,
-            output=OutputProcessor(
-                self.tokenizer, sampling, eos_token_ids=eos_token_ids, max_output_tokens=max_output_tokens
-            ),
+            output=output,
             token_ids=list(request.prompt_token_ids),
             verification="coupled" if sampling.seed is not None else speculation.verification,
             max_draft_tokens=max_draft_tokens,
-            masked_token_ids=eos_token_ids | frozenset(sampling.stop_token_ids),
+            masked_token_ids=output.end_token_ids,
             seed=request_seed(request),
         )
         self._sequences[request.request_id] = sequence

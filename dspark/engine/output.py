@@ -61,6 +61,11 @@ class OutputProcessor:
         self._stop_text_start = 0  # a stop string counts only when it ends after this offset (min_tokens)
 
     @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end the request; none of them may come out before `min_tokens`."""
+        return self._eos_token_ids | self._stop_token_ids
+
+    @property
     def num_tokens_left(self) -> int:
         """How many more tokens the request may get."""
         return self._max_tokens - self.num_tokens
