@@ -14,8 +14,9 @@ from dspark.config import EngineConfig
 from dspark.engine.engine import Engine
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import Runner
-from dspark.errors import CheckpointError, ConfigError, RequestError, first_line
+from dspark.errors import CheckpointError, ConfigError, RequestError
 from dspark.models.decoder import Decoder
+from dspark.models.device import open_device
 from dspark.models.drafter import Drafter, load_drafter
 from dspark.models.drafter_config import check_num_draft_tokens
 from dspark.models.drafter_formats import is_drafter_folder
@@ -61,7 +62,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
     """Load the weights and tokenizer of `name` in the dtype and on the device of `config`."""
-    device = _torch_device(config.device)
+    device = open_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     folder = resolve_model(name)
@@ -210,15 +211,6 @@ def _check_memory(cache_bytes: int, config: EngineConfig) -> None:
             f"{cache_bytes / 2**30:.1f} GiB, but this machine has {memory_bytes / 2**30:.1f} GiB; lower --cache-tokens "
             "(cache.num_tokens) or --page-size (cache.page_size)"
         )
-
-
-def _torch_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()  # a device may exist and hold no numbers ("meta")
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"device ({name!r}) cannot be used here: {first_line(error)}; use cpu") from error
-    return device
 
 
 def _torch_dtype(name: str, device: torch.device) -> torch.dtype:

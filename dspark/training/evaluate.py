@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dspark.errors import ConfigError
+from dspark.models.device import open_device
 from dspark.models.drafter_config import check_target
 from dspark.models.drafter_module import BlockFeatures, DrafterModule
 from dspark.training.blocks import BlockBatch, build_blocks, draw_anchors
@@ -25,7 +26,7 @@ from dspark.training.checkpoint import load_module
 from dspark.training.dataset import Conversation
 from dspark.training.features import FeatureSource, OnlineFeatures, check_delivered
 from dspark.training.loss import DrafterLoss, LossWeights, TargetLogits
-from dspark.training.setup import load_target, open_device
+from dspark.training.setup import load_target
 
 _EVALUATION_EPOCH = 2**31  # keys anchors that no epoch of training draws
 _NUM_BINS = 15

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dspark.errors import ConfigError
 from dspark.models.decoder import Decoder
+from dspark.models.device import open_device
 from dspark.models.model_source import resolve_model
 from dspark.models.tokenizer import Tokenizer, load_generation_defaults, load_tokenizer
 from dspark.models.weights import load_decoder
@@ -99,14 +99,3 @@ def join_workers(device: str) -> Workers:
             torch.cuda.set_device(torch_device)
         dist.init_process_group("nccl" if torch_device.type == "cuda" else "gloo")
     return Workers(rank=rank, count=count, device=torch_device)
-
-
-def open_device(name: str) -> torch.device:
-    """Return the torch device `name`. Raises `ConfigError` when it cannot be used here."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device ({name!r}) cannot be used here: {reason}; use cpu or another device") from error
-    return device
