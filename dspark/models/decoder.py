@@ -97,7 +97,16 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, V] of `hidden` [N, D], rows of `forward`'s first result."""
-        logits = self.head(hidden).float()
+        return self._capped(self.head(hidden).float())
+
+    def compute_logits_of(self, hidden: Tensor, head_rows: Tensor) -> Tensor:
+        """Return float32 logits [N, I] of `hidden` [N, D] for those ids whose rows of the head are `head_rows` [I, D].
+
+        They equal columns of `compute_logits` up to rounding.
+        """
+        return self._capped(F.linear(hidden, head_rows).float())
+
+    def _capped(self, logits: Tensor) -> Tensor:
         softcap = self.config.final_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 

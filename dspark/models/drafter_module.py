@@ -6,7 +6,7 @@ carry the names of the files, so `state_dict()` is what `save_drafter` writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,16 @@ from dspark.models.heads import confidence_logits, gated_latent, rnn_latent
 
 # Blocks that attend together: their keys stand side by side, most of them masked, so many would waste work and few
 # would not fill the machine.
-BLOCKS_PER_CALL = 32
+BLOCKS_PER_CALL = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AttentionCall:
+    """Neighbouring blocks that attend together, and the span of the context that any of them sees."""
+
+    blocks: slice
+    context: slice
+    mask: Tensor  # [n * B, span + n * B] bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,7 @@ class DrafterModule(nn.Module):
         self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
         self.fc = nn.Linear(config.feature_size, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, config.rms_norm_eps)
-        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(width, config.rms_norm_eps)
         self.markov_head = _MarkovHead(config) if config.markov_rank else None
         self.confidence_head = _ConfidenceHead(config) if config.has_confidence_head else None
@@ -113,12 +122,12 @@ class DrafterModule(nn.Module):
         context_phases = self._phases(context_positions)
         block_phases = self._phases(positions.flatten())
         distances = anchor_positions[:, None] - context_positions
-        visible = {
-            window: context_visible if window is None else context_visible & (distances <= window)
-            for window in set(config.windows)
-        }
-        for layer, window in zip(self.layers, config.windows, strict=True):
-            hidden = layer(hidden, context, block_phases, context_phases, visible[window])
+        calls = {}
+        for window, is_causal in set(zip(config.windows, config.is_causal, strict=True)):
+            visible = context_visible if window is None else context_visible & (distances <= window)
+            calls[window, is_causal] = _attention_calls(visible, config.block_size, is_causal=is_causal)
+        for layer, window, is_causal in zip(self.layers, config.windows, config.is_causal, strict=True):
+            hidden = layer(hidden, context, block_phases, context_phases, calls[window, is_causal])
         return self.norm(hidden)
 
     def base_logits(self, hidden: Tensor) -> Tensor:
@@ -143,10 +152,9 @@ class DrafterModule(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DrafterConfig, index: int) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self._config = config
-        self._is_causal = config.is_causal[index]
         head_dim = config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, config.num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, config.num_kv_heads * head_dim, bias=False)
@@ -161,7 +169,7 @@ class _Attention(nn.Module):
         context: Tensor,  # [T, D]
         block_phases: tuple[Tensor, Tensor],
         context_phases: tuple[Tensor, Tensor],
-        visible: Tensor,  # [N, T]
+        calls: Sequence[_AttentionCall],
     ) -> Tensor:
         num_blocks, block_size, _ = hidden.shape
         slots = hidden.flatten(0, 1)
@@ -171,14 +179,13 @@ class _Attention(nn.Module):
         context_keys = _rotate(self.k_norm(self._heads(self.k_proj(context))), context_phases)
         context_values = self._heads(self.v_proj(context))
         outputs = []
-        for start in range(0, num_blocks, BLOCKS_PER_CALL):
-            end = min(start + BLOCKS_PER_CALL, num_blocks)
-            rows = slice(start * block_size, end * block_size)
+        for call in calls:
+            rows = slice(call.blocks.start * block_size, call.blocks.stop * block_size)
             attended = F.scaled_dot_product_attention(
                 queries[rows].transpose(0, 1)[None],
-                torch.cat([context_keys, keys[rows]]).transpose(0, 1)[None],
-                torch.cat([context_values, values[rows]]).transpose(0, 1)[None],
-                attn_mask=self._mask(visible[start:end], block_size),
+                torch.cat([context_keys[call.context], keys[rows]]).transpose(0, 1)[None],
+                torch.cat([context_values[call.context], values[rows]]).transpose(0, 1)[None],
+                attn_mask=call.mask,
                 enable_gqa=self._config.num_heads != self._config.num_kv_heads,
             )
             outputs.append(attended[0].transpose(0, 1).flatten(1))
@@ -186,14 +193,6 @@ class _Attention(nn.Module):
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self._config.head_dim))
-
-    def _mask(self, visible: Tensor, block_size: int) -> Tensor:  # [n * B, T + n * B] bool
-        num_blocks = visible.shape[0]
-        own = torch.ones((block_size, block_size), dtype=torch.bool, device=visible.device)
-        if self._is_causal:
-            own = own.tril()
-        blocks = torch.block_diag(*[own] * num_blocks).bool()
-        return torch.cat([visible.repeat_interleave(block_size, dim=0), blocks], dim=1)
 
 
 class _Mlp(nn.Module):
@@ -208,9 +207,9 @@ class _Mlp(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: DrafterConfig, index: int) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.self_attn = _Attention(config, index)
+        self.self_attn = _Attention(config)
         self.mlp = _Mlp(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -221,9 +220,9 @@ class _Layer(nn.Module):
         context: Tensor,
         block_phases: tuple[Tensor, Tensor],
         context_phases: tuple[Tensor, Tensor],
-        visible: Tensor,
+        calls: Sequence[_AttentionCall],
     ) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(hidden), context, block_phases, context_phases, visible)
+        attended = self.self_attn(self.input_layernorm(hidden), context, block_phases, context_phases, calls)
         hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -269,3 +268,23 @@ def _rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
     cosines, sines = phases
     first, second = x.float().chunk(2, dim=-1)
     return (x * cosines + torch.cat([-second, first], dim=-1) * sines).to(x.dtype)
+
+
+def _attention_calls(visible: Tensor, block_size: int, *, is_causal: bool) -> list[_AttentionCall]:
+    """Return calls that cover all blocks of `visible` [N, T]. Synchronises once."""
+    num_blocks, num_context = visible.shape
+    starts = range(0, num_blocks, BLOCKS_PER_CALL)
+    seen = torch.stack([visible[start : start + BLOCKS_PER_CALL].any(0) for start in starts]).int()  # [calls, T]
+    # The first place of a maximum; counted from the end, the last one.
+    ends = torch.stack([seen.argmax(1), num_context - seen.flip(1).argmax(1), seen.amax(1)], dim=1).tolist()
+    own = torch.ones((block_size, block_size), dtype=torch.bool, device=visible.device)
+    if is_causal:
+        own = own.tril()
+    calls = []
+    for start, (first, end, sees_any) in zip(starts, ends, strict=True):
+        blocks = slice(start, min(start + BLOCKS_PER_CALL, num_blocks))
+        context = slice(first, end) if sees_any else slice(0, 0)
+        in_context = visible[blocks, context].repeat_interleave(block_size, dim=0)
+        in_blocks = torch.block_diag(*[own] * (blocks.stop - blocks.start)).bool()
+        calls.append(_AttentionCall(blocks=blocks, context=context, mask=torch.cat([in_context, in_blocks], dim=1)))
+    return calls

@@ -31,6 +31,7 @@ class BlockBatch:
     is_supervised: Tensor  # [N, B] bool; slots past the end or outside an answer are not
     target_rows: Tensor  # [N, B] int64 row of [T] whose final hidden state predicts the label; 0 where not supervised
     final_hidden: Tensor | None  # [T, D] of the target
+    log_normalizers: Tensor | None  # [T] float32 logsumexp of the target's logits, where the features know it
 
     @property
     def num_blocks(self) -> int:
@@ -91,6 +92,7 @@ def build_blocks(
     documents = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
     own_document = documents == tensors["document"][:, None]
     hidden = [feature.final_hidden for feature in features if feature.final_hidden is not None]
+    normalizers = [feature.log_normalizers for feature in features if feature.log_normalizers is not None]
     return BlockBatch(
         context_features=torch.cat([feature.taps for feature in features]).to(device=device, dtype=torch.float32),
         context_positions=positions,
@@ -102,6 +104,7 @@ def build_blocks(
         is_supervised=tensors["supervised"],
         target_rows=tensors["row"],
         final_hidden=torch.cat(hidden).to(device) if len(hidden) == len(features) else None,
+        log_normalizers=torch.cat(normalizers).to(device) if len(normalizers) == len(features) else None,
     )
 
 

@@ -1,6 +1,7 @@
 """Target features on disk in 16 bits: one flat file of rows, written once, resumed where it was left, read by mapping.
 
-A row is one token: m * D tapped values, then D of the final hidden state. Conversations stand in dataset order.
+A row is one token: m * D tapped values, then D of the final hidden state. Conversations stand in dataset order. Beside
+it may stand the logsumexp of the target's logits, a float32 a row, which spares a pruned vocabulary the full head.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from dspark.errors import CheckpointError, ConfigError
 from dspark.training.dataset import Conversation
 from dspark.training.features import Features, FeatureSource
 from dspark.training.identity import check_same
+from dspark.training.loss import TargetLogits
 
 FORMAT_VERSION = 1
 _ROWS = "features.bin"
+_NORMALIZERS = "log_normalizers.bin"
 _RECORD = "cache.json"
 _GROUP_TOKENS = 4096  # features computed between two records of progress
+_GROUP_LOGITS = 256  # rows whose logits over the whole vocabulary exist at the same time
 
 
 class FeatureCache:
@@ -51,6 +55,7 @@ class FeatureCache:
         self._identity |= {"format version": FORMAT_VERSION, "cache_dtype": dtype, "row width": self._width}
         self._identity |= {"number of tokens": int(self._offsets[-1])}
         self._mapped: np.ndarray | None = None
+        self._log_normalizers: np.ndarray | None = None
         record = self._record()
         if record is not None:
             check_same(
@@ -113,17 +118,58 @@ class FeatureCache:
                 f"after {done} of {len(self._conversations)} conversations"
             ) from error
 
+    def fill_log_normalizers(
+        self, target_logits: TargetLogits, *, report: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Compute and store the missing normalizers of the filled cache, from its own rows.
+
+        They depend on the target alone, not on the drafter's vocabulary. Interrupted, the next call goes on. Raises
+        `CheckpointError` when the disk does not take it.
+        """
+        path, num_rows = self._folder / _NORMALIZERS, int(self._offsets[-1])
+        try:
+            with path.open("ab") as file:
+                # Whole groups: which rows share a product must not depend on where a run was interrupted.
+                done = min(path.stat().st_size // 4, num_rows) // _GROUP_LOGITS * _GROUP_LOGITS
+                file.truncate(done * 4)
+                for start in range(done, num_rows, _GROUP_LOGITS):
+                    end = min(start + _GROUP_LOGITS, num_rows)
+                    logits = target_logits(self._rows(start, end)[:, self._tap_width :])
+                    file.write(logits.logsumexp(-1).float().cpu().numpy().tobytes())
+                    report(end, num_rows)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                f"the feature cache {self._folder} cannot be written: {error}; free space and run again, it goes on"
+            ) from error
+
+    def open_log_normalizers(self) -> None:
+        """Let the features carry the normalizers that `fill_log_normalizers` stored."""
+        self._log_normalizers = np.fromfile(self._folder / _NORMALIZERS, dtype=np.float32)
+        num_rows = int(self._offsets[-1])
+        assert len(self._log_normalizers) == num_rows, (len(self._log_normalizers), num_rows)
+
     def __call__(self, conversations: Sequence[Conversation]) -> list[Features]:
         """Return the stored features of `conversations`, float32 on the CPU."""
+        features = []
+        for conversation in conversations:
+            start, end = (int(offset) for offset in self._offsets[conversation.index : conversation.index + 2])
+            rows, normalizers = self._rows(start, end), self._log_normalizers
+            features.append(
+                Features(
+                    taps=rows[:, : self._tap_width],
+                    final_hidden=rows[:, self._tap_width :],
+                    log_normalizers=None if normalizers is None else torch.from_numpy(normalizers[start:end]),
+                )
+            )
+        return features
+
+    def _rows(self, start: int, end: int) -> Tensor:  # [end - start, (m + 1) * D] float32
         if self._mapped is None:
             shape = (int(self._offsets[-1]), self._width)
             self._mapped = np.memmap(self._folder / _ROWS, dtype=np.int16, mode="r", shape=shape)
-        features = []
-        for conversation in conversations:
-            start, end = self._offsets[conversation.index : conversation.index + 2]
-            rows = torch.from_numpy(self._mapped[start:end].copy()).view(self._dtype).float()
-            features.append(Features(taps=rows[:, : self._tap_width], final_hidden=rows[:, self._tap_width :]))
-        return features
+        return torch.from_numpy(self._mapped[start:end].copy()).view(self._dtype).float()
 
     def _group_end(self, begin: int) -> int:
         limit = self._offsets[begin] + _GROUP_TOKENS

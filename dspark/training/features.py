@@ -28,6 +28,7 @@ class Features:
 
     taps: Tensor  # [T, m * D]
     final_hidden: Tensor | None  # [T, D] after the final norm; None: the source does not deliver it
+    log_normalizers: Tensor | None = None  # [T] float32 logsumexp of the target's logits; None: not known ahead
 
 
 FeatureSource = Callable[[Sequence[Conversation]], list[Features]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from dspark.errors import ConfigError
 from dspark.models.drafter_module import BlockFeatures, DrafterModule
 from dspark.training.blocks import BlockBatch
 
-TargetLogits = Callable[[Tensor], Tensor]  # final hidden [U, D] -> logits [U, V] float32
+TargetLogits = Callable[[Tensor], Tensor]  # final hidden [U, D] -> logits [U, V] float32, or those of some ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +136,21 @@ class DrafterLoss:
     """The loss of one drafter against one target, whose head is frozen."""
 
     def __init__(
-        self, module: DrafterModule, target_logits: TargetLogits, weights: LossWeights, *, chunk_slots: int
+        self,
+        module: DrafterModule,
+        target_logits: TargetLogits,
+        weights: LossWeights,
+        *,
+        chunk_slots: int,
+        kept_target_logits: TargetLogits | None = None,
     ) -> None:
+        """Take the target's logits, and for a pruned vocabulary perhaps a cheaper way to those of the draft ids.
+
+        `kept_target_logits` serves batches that know their normalizers: the other logits are not needed then.
+        """
         self._module = module
         self._target_logits = target_logits
+        self._kept_target_logits = kept_target_logits
         self._weights = weights
         self._chunk_slots = chunk_slots
         config = module.config
@@ -168,7 +180,7 @@ class DrafterLoss:
         if not len(computed.labels):
             return sums
         leaves = computed.detached()
-        for part, losses in self._chunks(leaves, batch):
+        for part, losses in self._chunks(leaves, batch, needs_matches=False):
             slot_weights = self._slot_weights[leaves.proposals[part]]
             total = weights.ce * losses.cross_entropy
             if losses.l1 is not None:
@@ -192,13 +204,15 @@ class DrafterLoss:
         chosen = ChosenSlots.of(self._module, features, batch)
         acceptance = torch.zeros(len(chosen.labels), device=features.hidden.device)
         matches = torch.zeros(len(chosen.labels), dtype=torch.bool, device=features.hidden.device)
-        for part, losses in self._chunks(chosen, batch):
+        for part, losses in self._chunks(chosen, batch, needs_matches=True):
             sums.add(losses, chosen.proposals[part], self._slot_weights[chosen.proposals[part]])
             if losses.acceptance is not None and losses.is_greedy_match is not None:
                 acceptance[part], matches[part] = losses.acceptance, losses.is_greedy_match
         return sums, chosen, acceptance, matches
 
-    def _chunks(self, chosen: ChosenSlots, batch: BlockBatch) -> Iterator[tuple[slice, SlotLosses]]:
+    def _chunks(
+        self, chosen: ChosenSlots, batch: BlockBatch, *, needs_matches: bool
+    ) -> Iterator[tuple[slice, SlotLosses]]:
         if self._needs_probs and batch.final_hidden is None:
             raise ConfigError(
                 f"l1_weight ({self._weights.l1}) and confidence_weight ({self._weights.confidence}) need the target's "
@@ -206,44 +220,88 @@ class DrafterLoss:
             )
         for start in range(0, len(chosen.labels), self._chunk_slots):
             part = slice(start, start + self._chunk_slots)
-            yield part, self._slot_losses(chosen, part, batch)
+            yield part, self._slot_losses(chosen, part, batch, needs_matches=needs_matches)
 
-    def _slot_losses(self, chosen: ChosenSlots, part: slice, batch: BlockBatch) -> SlotLosses:
+    def _slot_losses(self, chosen: ChosenSlots, part: slice, batch: BlockBatch, *, needs_matches: bool) -> SlotLosses:
         module = self._module
         logits = module.base_logits(chosen.hidden[part]).float()  # [s, Vd]
         if chosen.latent is not None:
             logits = logits + module.bias(chosen.latent[part]).float()
         draft_labels = self._draft_ids[chosen.labels[part]]
-        cross_entropy = F.cross_entropy(logits, draft_labels, ignore_index=-1, reduction="none")
         if batch.final_hidden is None:
+            cross_entropy = F.cross_entropy(logits, draft_labels, ignore_index=-1, reduction="none")
             return SlotLosses(
                 cross_entropy=cross_entropy, l1=None, confidence=None, acceptance=None, is_greedy_match=None
             )
         rows, inverse = chosen.target_rows[part].unique(return_inverse=True)
-        target, outside, best = self._target_probs(batch.final_hidden[rows])
-        l1 = (logits.softmax(-1) - target[inverse]).abs().sum(-1) + outside[inverse]
+        target, outside, best = self._target_probs(batch, rows, needs_best=needs_matches)
+        cross_entropy, kept_l1 = _DistributionTerms.apply(logits, draft_labels, target[inverse])
+        l1 = kept_l1 + outside[inverse]
         acceptance = 1 - 0.5 * l1.detach()
         confidence = None
         if chosen.confidence_logits is not None:
             predicted = chosen.confidence_logits[part].float()
             confidence = F.binary_cross_entropy_with_logits(predicted, acceptance.clamp(0, 1), reduction="none")
-        drawn = logits.detach().argmax(-1)
-        matches = (drawn if self._kept_ids is None else self._kept_ids[drawn]) == best[inverse]
+        matches = None
+        if best is not None:
+            drawn = logits.detach().argmax(-1)
+            matches = (drawn if self._kept_ids is None else self._kept_ids[drawn]) == best[inverse]
         return SlotLosses(
             cross_entropy=cross_entropy, l1=l1, confidence=confidence, acceptance=acceptance, is_greedy_match=matches
         )
 
     @torch.no_grad()
-    def _target_probs(self, final_hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the target's probabilities [U, Vd] of the draft ids, its mass [U] outside, its best id [U].
+    def _target_probs(
+        self, batch: BlockBatch, rows: Tensor, *, needs_best: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the target's probabilities [U, Vd] of the draft ids, its mass [U] outside, its best id [U] if needed.
 
         The full softmax, not one over the draft ids: mass that can never be proposed is lost acceptance, and with it
         in the L1 distance 1 - l1 / 2 is the exact acceptance rate.
         """
+        assert batch.final_hidden is not None, "checked by `_chunks`"
+        final_hidden = batch.final_hidden[rows]
         with torch.autocast(final_hidden.device.type, enabled=False):  # what is learned must be what is served
+            if batch.log_normalizers is not None and self._kept_target_logits is not None and not needs_best:
+                logits = self._kept_target_logits(final_hidden)
+                kept = logits.sub_(batch.log_normalizers[rows, None]).exp_()
+                return kept, (1 - kept.sum(-1)).clamp(min=0), None
             logits = self._target_logits(final_hidden)
         probs = logits.softmax(-1)[:, : self._module.config.vocab_size]
         if self._kept_ids is None:
             return probs, probs.new_zeros(len(probs)), logits.argmax(-1)
         kept = probs[:, self._kept_ids]
         return kept, (1 - kept.sum(-1)).clamp(min=0), logits.argmax(-1)
+
+
+class _DistributionTerms(torch.autograd.Function):
+    """Cross entropy and L1 distance of softmax(logits) to a distribution, with their gradients in closed form.
+
+    With p = softmax(z), d CE / dz = p - onehot and d L1 / dz = p * (sign - <p, sign>), where sign = sign(p - target):
+    half the passes over [s, Vd] that autograd would make, and these are what a small drafter's training waits for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [s] each; `labels` below 0 have no cross entropy."""
+        probs = logits.softmax(-1)
+        best, place = logits.max(-1)
+        # Through the best id, whose probability never underflows.
+        log_normalizers = best - probs.gather(1, place[:, None])[:, 0].log()
+        has_label = labels >= 0
+        labels = labels.clamp(min=0)
+        cross_entropy = (log_normalizers - logits.gather(1, labels[:, None])[:, 0]) * has_label
+        difference = probs - target
+        l1 = difference.abs().sum(-1)
+        ctx.save_for_backward(probs, difference, labels, has_label)
+        return cross_entropy, l1
+
+    @staticmethod
+    def backward(ctx: Any, cross_entropy_grad: Tensor, l1_grad: Tensor) -> tuple[Tensor, None, None]:
+        probs, difference, labels, has_label = ctx.saved_tensors
+        cross_entropy_grad = (cross_entropy_grad * has_label)[:, None]
+        gradient = difference.sign()
+        mean_sign = torch.linalg.vecdot(gradient, probs)[:, None]
+        gradient.sub_(mean_sign).mul_(l1_grad[:, None]).add_(cross_entropy_grad).mul_(probs)
+        gradient.scatter_add_(1, labels[:, None], -cross_entropy_grad)
+        return gradient, None, None

@@ -17,6 +17,7 @@ from dspark.models.model_source import resolve_model
 from dspark.models.tokenizer import Tokenizer, load_generation_defaults, load_tokenizer
 from dspark.models.weights import load_decoder
 from dspark.training.dataset import Dataset, load_dataset
+from dspark.training.loss import TargetLogits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,17 @@ class Target:
     def logits(self, final_hidden: Tensor) -> Tensor:
         """Return float32 logits [U, V] of final hidden states [U, D] of any float type."""
         return self.decoder.compute_logits(final_hidden.to(self.decoder.dtype))
+
+    def logits_of(self, token_ids: Tensor) -> TargetLogits:
+        """Return a function like `logits` that gives the columns of `token_ids` [I] only."""
+        decoder = self.decoder
+        head_rows = decoder.head_weight()[token_ids.to(decoder.device)]
+
+        @torch.no_grad()
+        def logits(final_hidden: Tensor) -> Tensor:
+            return decoder.compute_logits_of(final_hidden.to(decoder.dtype), head_rows)
+
+        return logits
 
     def load_dataset(self, paths: Sequence[str], *, max_length: int, hold_out_fraction: float) -> Dataset:
         """Read conversations for this target (`dataset.load_dataset`)."""

@@ -137,7 +137,14 @@ class _Run:
         weights = LossWeights(
             ce=config.ce_weight, l1=config.l1_weight, confidence=config.confidence_weight, decay=config.loss_decay
         )
-        self.loss = DrafterLoss(module, target.logits, weights, chunk_slots=config.chunk_slots)
+        kept_ids = module.target_ids
+        self.loss = DrafterLoss(
+            module,
+            target.logits,
+            weights,
+            chunk_slots=config.chunk_slots,
+            kept_target_logits=None if kept_ids is None else target.logits_of(kept_ids),
+        )
         online = OnlineFeatures(target.decoder, module.config.tap_ids, chunk_tokens=config.feature_chunk)
         self.features: FeatureSource = online
         self.cache = None if config.cache is None else self._open_cache(Path(config.cache))
@@ -327,6 +334,11 @@ class _Run:
             self.cache.check_space()
             self.cache.fill(self.features, report=log.meter("target features"))
         self.workers.wait()
+        if self.module.config.has_pruned_vocab and self.config.needs_target_probs:
+            if self.workers.is_first:
+                self.cache.fill_log_normalizers(self.target.logits, report=log.meter("normalizers"))
+            self.workers.wait()
+            self.cache.open_log_normalizers()
         self.features = self.cache
 
     def _introduce(self, log: RunLog) -> None:

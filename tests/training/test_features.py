@@ -169,3 +169,37 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache" / "cache.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"cache\.json is damaged"):
         make_cache(tmp_path / "cache")
+
+
+def test_stored_normalizers_are_those_of_the_cached_rows(tmp_path: Path, decoder: Decoder) -> None:
+    cache = make_cache(tmp_path / "cache")
+    cache.fill(online(decoder))
+    (before,) = cache(CONVERSATIONS[2:3])
+    assert before.log_normalizers is None
+    cache.fill_log_normalizers(decoder.compute_logits)
+    cache.open_log_normalizers()
+    (got,) = cache(CONVERSATIONS[2:3])
+    assert got.final_hidden is not None and got.log_normalizers is not None
+    torch.testing.assert_close(got.log_normalizers, decoder.compute_logits(got.final_hidden).logsumexp(-1))
+
+
+def test_interrupted_normalizers_go_on_at_whole_groups_and_end_up_the_same(
+    tmp_path: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.training.feature_cache._GROUP_LOGITS", 8)
+    caches = [make_cache(tmp_path / name) for name in ("a", "b")]
+    for cache in caches:
+        cache.fill(online(decoder))
+        cache.fill_log_normalizers(decoder.compute_logits)
+    path = tmp_path / "a" / "log_normalizers.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: 4 * 19 + 2])  # two groups, three rows and half a number
+    num_rows: list[int] = []
+
+    def counting(hidden: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(hidden))
+        return decoder.compute_logits(hidden)
+
+    caches[0].fill_log_normalizers(counting)
+    assert path.read_bytes() == whole == (tmp_path / "b" / "log_normalizers.bin").read_bytes()
+    assert sum(num_rows) == sum(c.num_tokens for c in CONVERSATIONS) - 16

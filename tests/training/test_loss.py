@@ -18,7 +18,7 @@ from dspark.models.drafter_module import DrafterModule
 from dspark.training.blocks import BlockBatch, anchor_candidates, build_blocks
 from dspark.training.evaluate import run_blocks
 from dspark.training.features import Features
-from dspark.training.loss import DrafterLoss, LossSums, LossWeights
+from dspark.training.loss import DrafterLoss, LossSums, LossWeights, _DistributionTerms
 
 HEAD = torch.randn((256, 64), generator=torch.Generator().manual_seed(8)) * 0.5
 WEIGHTS = LossWeights()
@@ -190,3 +190,34 @@ def test_a_text_without_anchors_beside_one_with_anchors_changes_no_gradient() ->
     assert torch.isfinite(sums.flat()).all()
     for name, gradient in both.items():
         torch.testing.assert_close(gradient, alone[name])
+
+
+def test_known_normalizers_give_the_loss_of_a_pruned_vocabulary_without_the_other_logits() -> None:
+    config = make_config(block_size=3, draft_vocab_size=100)
+    batch = batch_of(config, 20, 14)
+    wanted, wanted_gradients = backward(config, batch)
+    assert batch.final_hidden is not None
+    known = replace(batch, log_normalizers=target_logits(batch.final_hidden).logsumexp(-1))
+    module = DrafterModule.from_tensors(config, make_tensors(config))
+    assert module.target_ids is not None
+    rows = HEAD[module.target_ids]
+
+    def refuse(hidden: Tensor) -> Tensor:
+        raise AssertionError("the full head is not needed")
+
+    loss = DrafterLoss(module, refuse, WEIGHTS, chunk_slots=256, kept_target_logits=lambda hidden: hidden @ rows.T)
+    sums = loss.backward(run_blocks(module, known), known, scale=0.25)
+    torch.testing.assert_close(sums.flat()[:6], wanted.flat()[:6], rtol=1e-5, atol=1e-5)
+    for name, parameter in module.named_parameters():
+        if name in wanted_gradients:
+            torch.testing.assert_close(parameter.grad, wanted_gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_an_improbable_label_has_a_finite_loss_and_gradient() -> None:
+    logits = torch.tensor([[0.0, 200.0, -300.0]], requires_grad=True)
+    target = torch.tensor([[0.25, 0.5, 0.25]])
+    cross_entropy, l1 = _DistributionTerms.apply(logits, torch.tensor([2]), target)
+    (cross_entropy + l1).sum().backward()
+    assert cross_entropy.tolist() == [500.0]
+    assert l1.tolist() == [1.0]
+    assert logits.grad is not None and logits.grad.tolist() == [[0.0, 1.0, -1.0]]
