@@ -1,4 +1,4 @@
-"""The command line: `dspark serve | generate | bench | fetch | train | evaluate`. A verb imports its room itself."""
+"""The command line: `dspark VERB`, from `serve` to `plot`. A verb imports its room itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark import __version__
-from dspark.cli_training import (
+from dspark.cli_evaluation import (
     EVALUATE_TEXT,
-    TRAIN_TEXT,
+    PLOT_TEXT,
     add_evaluate_flags,
-    add_train_flags,
+    add_plot_flags,
     run_evaluate,
+    run_plot,
+)
+from dspark.cli_training import (
+    EXPORT_TEXT,
+    REGENERATE_TEXT,
+    TRAIN_TEXT,
+    add_export_flags,
+    add_regenerate_flags,
+    add_train_flags,
+    run_export,
+    run_regenerate,
     run_train,
 )
 from dspark.config import (
@@ -78,7 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
-    for add_verb in (_add_serve, _add_generate, _add_bench, _add_fetch, _add_train, _add_evaluate):
+    own_verbs = (_add_serve, _add_generate, _add_bench, _add_fetch)
+    for add_verb in (*own_verbs, _add_regenerate, _add_train, _add_evaluate, _add_plot, _add_export):
         add_verb(verbs)
     return parser
 
@@ -146,12 +158,26 @@ def _add_fetch(verbs: Any) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve --model")
 
 
+def _add_regenerate(verbs: Any) -> None:
+    parser = _add_verb(verbs, "regenerate", _regenerate, REGENERATE_TEXT)
+    add_regenerate_flags(parser)
+    _add_engine_flags(parser)
+
+
 def _add_train(verbs: Any) -> None:
     add_train_flags(_add_verb(verbs, "train", _train, TRAIN_TEXT))
 
 
 def _add_evaluate(verbs: Any) -> None:
     add_evaluate_flags(_add_verb(verbs, "evaluate", run_evaluate, EVALUATE_TEXT))
+
+
+def _add_plot(verbs: Any) -> None:
+    add_plot_flags(_add_verb(verbs, "plot", run_plot, PLOT_TEXT))
+
+
+def _add_export(verbs: Any) -> None:
+    add_export_flags(_add_verb(verbs, "export", run_export, EXPORT_TEXT))
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, *, with_drafter: bool = True) -> None:
@@ -165,7 +191,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser, *, with_drafter: bool = T
     group.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="settings in YAML")
     add("--model", defaults.model, "smollm2-135m, a folder, a GGUF file or a hub id")
     if with_drafter:
-        add("--drafter", defaults.drafter, "none, ngram, a DSpark drafter or a smaller model (folder, GGUF or hub id)")
+        add(
+            "--drafter", defaults.drafter,
+            "auto (the drafter that ships for the model together with n-gram, else ngram), none, ngram, dspark (the "
+            "shipped one alone), a DSpark drafter or a smaller model (folder, GGUF or hub id); +ngram after the last "
+            "two adds n-gram, as in dspark+ngram",
+        )  # fmt: skip
     add("--dtype", defaults.dtype, "type of weights and KV; auto is float32 on CPU", choices=DTYPES)
     add("--device", defaults.device, "torch device")
     add("--threads", "torch's choice", "CPU threads", type=int)
@@ -332,6 +363,11 @@ def _fetch(args: argparse.Namespace) -> int:
 
     print(resolve_model(args.model).path)
     return 0
+
+
+def _regenerate(args: argparse.Namespace) -> int:
+    result = run_regenerate(args, engine_config(args))
+    return EXIT_INTERRUPTED if result.is_interrupted else int(result.num_failed > 0)
 
 
 def _train(args: argparse.Namespace) -> int:

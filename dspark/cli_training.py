@@ -1,46 +1,81 @@
-"""The verbs `dspark train` and `dspark evaluate`: their flags, and what they print."""
+"""The verbs that make a drafter, `dspark regenerate | train | export`: their flags, and what they print."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.config import DEFAULT_MODEL
-from dspark.errors import DsparkError
+from dspark.config import DRAFTER_LAYOUTS, EngineConfig
 
 if TYPE_CHECKING:
+    from dspark.training.regenerate import RegenerateResult
     from dspark.training.trainer import TrainResult
 
+REGENERATE_TEXT = (
+    "Let a model write the data its drafter is trained on: it answers prompts (JSON lines with prompt, turns, messages "
+    "or prompt_ids), or user turns that it writes itself (--self-prompt). Token ids are kept exactly. Ctrl-C keeps "
+    "what is finished, and the same command goes on; neither that nor the batch changes an answer."
+)
+EXPORT_TEXT = (
+    "Write a drafter for other engines, with what its files leave to the target filled in, and say how to serve it."
+)
 TRAIN_TEXT = (
     "Train a drafter on conversations that the target wrote. Data: JSON lines with prompt_ids and response_ids, or "
     "with messages (and tools) for the target's chat template. The step-N folders in the output are drafters; "
     "log.jsonl and run.json tell the story. Ctrl-C ends after the step at hand, with a checkpoint. On several GPUs: "
     "torchrun --nproc-per-node 8 -m dspark.cli train ... --device cuda."
 )
-EVALUATE_TEXT = (
-    "Measure a drafter offline on conversations of its target: accepted length with the bonus token, acceptance by "
-    "position, quality of the confidence; a table, then one JSON line."
-)
+
+
+def add_regenerate_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting of `RegenerateConfig`."""
+    from dspark.training.regenerate_config import RegenerateConfig
+
+    _add_setting_flags(parser, RegenerateConfig, files="prompts", nargs="*")
+
+
+def run_regenerate(args: argparse.Namespace, engine_config: EngineConfig) -> RegenerateResult:
+    """Answer prompts as the flags say, with our engine, and print the file of the answers."""
+    from dspark.engine.build import load_engine
+    from dspark.models.model_source import resolve_model
+    from dspark.training.regenerate import regenerate
+    from dspark.training.regenerate_config import RegenerateConfig
+
+    settings = {setting.name: getattr(args, setting.name) for setting in fields(RegenerateConfig)}
+    config = RegenerateConfig(**settings | {"prompts": tuple(args.prompts)})
+    engine = load_engine(engine_config)
+    folder = resolve_model(engine_config.model).path
+    result = regenerate(config, engine, folder, facts={"engine": asdict(engine_config)})
+    print(result.output)
+    if result.is_interrupted:
+        print("dspark: stopped; the same command goes on", file=sys.stderr)
+    return result
 
 
 def add_train_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each setting of a training run; its type, default and meaning are those of `TrainConfig`."""
+    """Add a flag for each setting of `TrainConfig`."""
     from dspark.training.config import TrainConfig
 
-    for setting in fields(TrainConfig):
+    _add_setting_flags(parser, TrainConfig, files="data", nargs="+")
+
+
+def _add_setting_flags(parser: argparse.ArgumentParser, settings: Any, *, files: str, nargs: str) -> None:
+    """Add a flag for each field of a dataclass, with its type, default and meaning; `files` is positional."""
+    for setting in fields(settings):
         flag, text, kind = f"--{setting.name.replace('_', '-')}", setting.metadata["help"], str(setting.type)
-        if setting.name == "data":
-            parser.add_argument("data", nargs="+", metavar="FILE", help=text)
+        if setting.name == files:
+            parser.add_argument(files, nargs=nargs, metavar="FILE", help=text)
         elif kind == "bool":
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=setting.default, help=text)
         elif setting.default is MISSING:
             parser.add_argument(flag, required=True, default=argparse.SUPPRESS, help=text)
         else:
-            kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "tuple[int, ...]": _integers}
+            kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
+            kinds |= {"tuple[int, ...]": _integers, "tuple[float, ...]": _numbers}
             convert = kinds.get(kind.removesuffix(" | None"), str)
             parser.add_argument(flag, type=convert, default=setting.default, help=text)
 
@@ -58,38 +93,44 @@ def run_train(args: argparse.Namespace) -> TrainResult:
     return result
 
 
-def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `dspark evaluate`."""
-    parser.add_argument("drafter", help="folder of the drafter, a step-N folder of a training run or any other")
-    parser.add_argument("data", nargs="+", metavar="FILE", help="JSON lines, as for dspark train; one result each")
-    parser.add_argument("--target", default=DEFAULT_MODEL, help="as for serve --model")
+def add_export_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `dspark export`."""
+    layouts = [layout for layout in DRAFTER_LAYOUTS if layout != "auto"]
     parser.add_argument(
-        "--held-out", type=float, metavar="FRACTION",
-        help="only what a training run with this --hold-out-fraction held out; None: all conversations",
+        "drafter", help="folder of the drafter, a step-N folder of a training run or any other; or hub id"
+    )
+    parser.add_argument("--layout", required=True, choices=layouts, default=argparse.SUPPRESS, help="of the files")
+    parser.add_argument("--output", required=True, default=argparse.SUPPRESS, help="folder to make")
+    parser.add_argument("--target", help="its model, as for serve --model; None: the one that the drafter names")
+    parser.add_argument(
+        "--dtype", default="keep", choices=("keep", "float32", "bfloat16", "float16"), help="of the stored weights"
+    )
+    parser.add_argument(
+        "--expand-vocabulary", action="store_true",
+        help="let a drafter of a pruned vocabulary propose all ids, with the target's head rows for those it lacks",
     )  # fmt: skip
-    parser.add_argument("--num-sequences", type=int, help="conversations of each file at most; None: all")
-    parser.add_argument("--num-anchors", type=int, default=64, help="blocks per conversation")
-    parser.add_argument("--max-length", type=int, default=2048, help="tokens of a conversation; longer ones are cut")
-    parser.add_argument("--seed", type=int, default=0, help="of the anchors")
-    parser.add_argument("--device", default="cpu", help="torch device")
+    parser.add_argument("--drafter-layout", default="auto", choices=DRAFTER_LAYOUTS, help="how the drafter is read")
 
 
-def run_evaluate(args: argparse.Namespace) -> int:
-    """Measure as the flags say and print the results."""
-    from rich.console import Console
+def run_export(args: argparse.Namespace) -> int:
+    """Write the drafter as the flags say, and print how other engines serve it."""
+    from dspark.models.drafter_export import export_drafter
 
-    from dspark.training.evaluate import evaluate, print_evaluations
-
-    for flag in ("num_anchors", "max_length", "num_sequences"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise DsparkError(f"--{flag.replace('_', '-')} ({value}) must be at least 1; raise it")
-    results = evaluate(
-        Path(args.drafter), args.data, target=args.target, held_out_only=args.held_out, seed=args.seed,
-        num_sequences=args.num_sequences, num_anchors=args.num_anchors, max_length=args.max_length, device=args.device,
+    export = export_drafter(
+        args.drafter, Path(args.output), layout=args.layout, target=args.target, dtype=args.dtype,
+        expand_vocabulary=args.expand_vocabulary, source_layout=args.drafter_layout,
     )  # fmt: skip
-    print_evaluations(results, Console(width=None if sys.stdout.isatty() else 160))
+    if export.note is not None:
+        print(f"dspark: note: {export.note}", file=sys.stderr)
+    print(f"{export.folder}\n\nvLLM:\n{export.vllm_command}\n\nSGLang:\n{export.sglang_command}")
     return 0
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers separated by commas, such as 0,0.6,1.0") from error
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -78,7 +78,9 @@ class EngineConfig:
     """Everything an engine needs to start."""
 
     model: str = DEFAULT_MODEL  # "smollm2-135m", a local folder, a GGUF file or a hub id
-    drafter: str = "ngram"  # "none", "ngram", a DSpark drafter of this model, or a smaller one of the same vocabulary
+    # "none", "ngram", "dspark" (the drafter that ships for the model), a DSpark drafter of the model or a smaller model
+    # of the same vocabulary, the last three also with "+ngram"; "auto": what ships and n-gram, or n-gram alone.
+    drafter: str = "auto"
     dtype: str = "auto"  # "auto" is float32 on CPU, bfloat16 elsewhere
     device: str = "cpu"  # a torch device
     num_threads: int | None = None  # CPU threads of the forward pass; None: torch's choice

@@ -88,6 +88,15 @@ class EngineMetrics:
             "Drafted tokens accepted, by position in the block.",
             "position",
         )
+        self._rounds_per_proposer = self._labelled(
+            Counter, "dspark:verification_rounds_per_proposer", "Rounds with a draft, by whose it was.", "proposer"
+        )
+        self._verified_per_proposer = self._labelled(
+            Counter, "dspark:verified_tokens_per_proposer", "Drafted tokens checked, by proposer.", "proposer"
+        )
+        self._accepted_per_proposer = self._labelled(
+            Counter, "dspark:accepted_tokens_per_proposer", "Drafted tokens accepted, by proposer.", "proposer"
+        )
         self.num_drafted = self._counter("dspark:drafted_tokens", "Tokens proposed, verified or not.")
         self.num_drafter_failures = self._counter("dspark:drafter_failures", "Drafting passes that raised.")
         self.num_emitted = self._counter("dspark:round_emitted_tokens", "Tokens emitted by rounds with a draft.")
@@ -106,8 +115,11 @@ class EngineMetrics:
             self._requests.labels(model_name, reason.value)
         self.registry.register(_OwnNames(self._sources))
 
-    def observe_round(self, *, num_verified: int, num_accepted: int, num_emitted: int) -> None:
-        """Count one verification round of one request that had a draft."""
+    def observe_round(self, proposer: str, *, num_verified: int, num_accepted: int, num_emitted: int) -> None:
+        """Count one verification round of one request that had a draft, made by `proposer`."""
+        self._rounds_per_proposer.labels(self._model_name, proposer).inc()
+        self._verified_per_proposer.labels(self._model_name, proposer).inc(num_verified)
+        self._accepted_per_proposer.labels(self._model_name, proposer).inc(num_accepted)
         self.num_rounds.inc()
         self.num_verified.inc(num_verified)
         self.num_accepted.inc(num_accepted)

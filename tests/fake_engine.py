@@ -116,6 +116,7 @@ class FakeEngine:
         if self.num_failing_steps:
             self.num_failing_steps -= 1
             raise RuntimeError("the scripted fault")
+        self.metrics.num_running.set(len(self._running))
         block_len = next(self.block_lens)
         for request_id, (request, tokens, output) in list(self._running.items()):
             token_ids = list(itertools.islice(tokens, block_len))

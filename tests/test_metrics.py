@@ -17,7 +17,7 @@ def test_every_vllm_name_has_its_own_twin_with_the_same_value():
     metrics.generation_tokens.inc(3)
     metrics.num_running.set(2)
     metrics.ttft_s.observe(0.03)
-    metrics.observe_round(num_verified=3, num_accepted=2, num_emitted=3)
+    metrics.observe_round("ngram", num_verified=3, num_accepted=2, num_emitted=3)
     found = lines(metrics)
     assert (
         found['vllm:generation_tokens_total{model_name="m"}']

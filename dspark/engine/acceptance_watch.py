@@ -12,28 +12,28 @@ MIN_ACCEPTED = 4  # of these: 2 %
 
 
 class AcceptanceWatch:
-    """Warns once when of the last 200 drafts that were checked fewer than 2 % began with a right token."""
+    """Warns once of a drafter when of its last 200 drafts that were checked fewer than 2 % began with a right token."""
 
-    def __init__(self, drafter_name: str) -> None:
-        self._drafter_name = drafter_name
-        self._latest: deque[bool] = deque(maxlen=WINDOW)
-        self._has_warned = False
+    def __init__(self) -> None:
+        self._latest: dict[str, deque[bool]] = {}  # by drafter
+        self._reported: set[str] = set()
 
-    def observe(self, *, is_first_accepted: bool) -> None:
+    def observe(self, drafter_name: str, *, is_first_accepted: bool) -> None:
         """Count the first drafted token of one verification round."""
-        if self._has_warned:
+        if drafter_name in self._reported:
             return
-        self._latest.append(is_first_accepted)
-        num_accepted = sum(self._latest)
-        if len(self._latest) < WINDOW or num_accepted >= MIN_ACCEPTED:
+        latest = self._latest.setdefault(drafter_name, deque(maxlen=WINDOW))
+        latest.append(is_first_accepted)
+        num_accepted = sum(latest)
+        if len(latest) < WINDOW or num_accepted >= MIN_ACCEPTED:
             return
-        self._has_warned = True
+        self._reported.add(drafter_name)
         logger.warning(
             "the %s drafter is of no use here: of its last %d drafts %d began with a right token. A trained drafter "
             "that does this was made for another target or another prompt format, or its files are read with the wrong "
             "tapped layers or slots: check target_layer_ids in its config.json, and try --drafter-layout. "
             "--drafter none saves the cost of drafting",
-            self._drafter_name,
+            drafter_name,
             WINDOW,
             num_accepted,
         )

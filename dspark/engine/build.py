@@ -11,6 +11,7 @@ import torch
 
 from dspark.batch import BatchRow
 from dspark.config import EngineConfig
+from dspark.engine.drafter_choice import DrafterChoice, choose_drafter
 from dspark.engine.engine import Engine
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import Runner
@@ -31,6 +32,7 @@ from dspark.models.tokenizer import (
 )
 from dspark.models.weights import load_decoder
 from dspark.request import SamplingParams
+from dspark.speculation.combined import CombinedProposer
 from dspark.speculation.draft_model import DraftModelProposer
 from dspark.speculation.dspark_drafter import DSparkProposer
 from dspark.speculation.ngram import NgramProposer
@@ -78,7 +80,8 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
 def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
     """Return an engine over a loaded model, with a KV pool and a proposer of its own."""
     _check_text_side(model)
-    drafter = _load_drafter(model, config)
+    choice = choose_drafter(config.drafter, model.folder)
+    drafter = _load_drafter(model, choice, config)
     page_size = config.cache.page_size
     max_model_len = _max_model_len(model.decoder, config)
     bytes_per_token = _bytes_per_token(model, drafter)
@@ -91,7 +94,7 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
             num_pages * page_size,
             max_model_len,
         )
-    proposer = _make_proposer(model, drafter, num_pages, config)
+    proposer = _make_proposer(model, choice, drafter, num_pages, config)
     tapped_layers = () if proposer is None else proposer.tapped_layers
     return Engine(
         runner=Runner(model.decoder, num_pages=num_pages, page_size=page_size, tapped_layers=tapped_layers),
@@ -136,28 +139,41 @@ def _check_text_side(model: LoadedModel) -> None:
         raise CheckpointError(f"generation_config.json in {folder}: {error}; correct it") from error
 
 
-def _load_drafter(model: LoadedModel, config: EngineConfig) -> LoadedModel | Drafter | None:
-    """Load the drafter or draft model that the settings name, if any, and check that it fits the target."""
-    if config.drafter in ("none", "ngram"):
+def _load_drafter(model: LoadedModel, choice: DrafterChoice, config: EngineConfig) -> LoadedModel | Drafter | None:
+    """Load the drafter or draft model that was chosen, if any, and check that it fits the target."""
+    if choice.source is None:
         return None
-    folder, layout = resolve_model(config.drafter).path, config.speculation.drafter_layout
+    folder, layout = resolve_model(choice.source).path, config.speculation.drafter_layout
     if is_drafter_folder(folder):
         num_ids = max(model.tokenizer.vocabulary().values(), default=-1) + 1
         trained = load_drafter(folder, model.decoder, tokenizer_size=num_ids, layout=layout)
         if config.speculation.num_draft_tokens:
             check_num_draft_tokens(trained.config, config.speculation.num_draft_tokens)
+        if not trained.config.has_confidence_head:
+            logger.info("the drafter in %s has no confidence head: confidence scheduling is not available", folder)
         return trained
-    drafter = load_model(config.drafter, config)
+    drafter = load_model(choice.source, config)
     _check_text_side(drafter)
     compare_vocabularies(model.tokenizer, drafter.tokenizer)
     return drafter
 
 
 def _make_proposer(
-    model: LoadedModel, drafter: LoadedModel | Drafter | None, num_pages: int, config: EngineConfig
+    model: LoadedModel,
+    choice: DrafterChoice,
+    drafter: LoadedModel | Drafter | None,
+    num_pages: int,
+    config: EngineConfig,
 ) -> Proposer | None:
     if drafter is None:
-        return NgramProposer() if config.drafter == "ngram" else None
+        return NgramProposer() if choice.has_ngram else None
+    proposer = _drafter_proposer(model, drafter, num_pages, config)
+    return CombinedProposer(proposer) if choice.has_ngram else proposer
+
+
+def _drafter_proposer(
+    model: LoadedModel, drafter: LoadedModel | Drafter, num_pages: int, config: EngineConfig
+) -> Proposer:
     if isinstance(drafter, Drafter):
         return DSparkProposer(drafter, num_pages=num_pages, page_size=config.cache.page_size)
     runner = Runner(drafter.decoder, num_pages=num_pages, page_size=config.cache.page_size)

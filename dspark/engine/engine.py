@@ -20,7 +20,7 @@ from dspark.errors import RequestError
 from dspark.metrics import STEP_PHASES, EngineMetrics
 from dspark.models.tokenizer import GenerationDefaults, Tokenizer
 from dspark.request import FinishReason, Request, RequestOutput
-from dspark.speculation.proposal import NO_DRAFT, DraftContext, Proposer
+from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
 from dspark.speculation.verification import VerificationResult, VerificationRow, verify_batch
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Engine:
         self._phase_s: dict[str, float] = {}
         self._num_drafter_failures = 0
         self._num_draft_tokens = _num_draft_tokens(config, proposer)
-        self._acceptance_watch = AcceptanceWatch("none" if proposer is None else proposer.name)
+        self._acceptance_watch = AcceptanceWatch()
 
     def validate(self, request: Request) -> None:
         """Raise `RequestError` when this model cannot serve the request. Pure; callable from any thread."""
@@ -227,12 +227,11 @@ class Engine:
             logger.error("request %s: %s", sequence.request_id, result.error)
             self._end_early(sequence, FinishReason.ERROR, result.error)
             return
-        num_verified = len(row.draft.token_ids)
-        assert 1 <= len(result.token_ids) <= num_verified + 1, (result, num_verified)
+        assert 1 <= len(result.token_ids) <= len(row.draft.token_ids) + 1, (result, row.draft.token_ids)
         appended = sequence.output.append(result.token_ids)
         token_ids = result.token_ids[: appended.num_kept]
         if row.is_round:
-            self._count_round(sequence, num_verified, result.num_accepted, len(token_ids))
+            self._count_round(sequence, row.draft, result.num_accepted, len(token_ids))
         self.metrics.generation_tokens.inc(len(token_ids))
         sequence.token_ids.extend(token_ids)
         sequence.num_computed += min(result.num_accepted, len(token_ids))
@@ -307,15 +306,20 @@ class Engine:
 
     # -- counting ------------------------------------------------------------------------------------------
 
-    def _count_round(self, sequence: Sequence, num_verified: int, num_accepted: int, num_emitted: int) -> None:
-        stats = sequence.stats
+    def _count_round(self, sequence: Sequence, draft: Draft, num_accepted: int, num_emitted: int) -> None:
+        stats, num_verified = sequence.stats, len(draft.token_ids)
         stats.num_rounds += 1
         stats.num_verified += num_verified
         stats.num_accepted += num_accepted
         stats.num_emitted += num_emitted
         if num_verified:
-            self._acceptance_watch.observe(is_first_accepted=num_accepted > 0)
-            self.metrics.observe_round(num_verified=num_verified, num_accepted=num_accepted, num_emitted=num_emitted)
+            assert self._proposer is not None, draft
+            self._proposer.take_verdict(sequence.request_id, draft, num_accepted)
+            name = draft.proposer_name or self._proposer.name
+            self._acceptance_watch.observe(name, is_first_accepted=num_accepted > 0)
+            self.metrics.observe_round(
+                name, num_verified=num_verified, num_accepted=num_accepted, num_emitted=num_emitted
+            )
 
     def _count_admissions(self, rows: list[ScheduledRow]) -> None:
         for sequence in (row.sequence for row in rows):

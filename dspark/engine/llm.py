@@ -46,8 +46,9 @@ class Completion:
 class LLM:
     """A model with its engine, driven by the calling thread.
 
-    `drafter` is "none", "ngram", a DSpark drafter of the model or a smaller model of the same vocabulary. Raises
-    `ConfigError` or `CheckpointError` when the model cannot be used as asked.
+    `drafter` is "auto" (the drafter that ships for the model together with n-gram, else n-gram), "none", "ngram",
+    "dspark" (the shipped one alone), a DSpark drafter of the model or a smaller model of the same vocabulary; "+ngram"
+    after the last three adds n-gram. Raises `ConfigError` or `CheckpointError` when the model cannot be used as asked.
     """
 
     def __init__(

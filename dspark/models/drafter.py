@@ -96,15 +96,13 @@ class Drafter:
     def draft_blocks(
         self, rows: Sequence[DraftRow], kv_cache: KVCache, *, num_proposals: int | None = None
     ) -> DraftedBlocks:
-        """Run the parallel stage for all `rows` in one pass.
+        """Run the parallel stage for all `rows` in one pass: `run_blocks`, then `with_base_logits`."""
+        return self.with_base_logits(self.run_blocks(rows, kv_cache), num_proposals=num_proposals)
 
-        The whole block is computed, as it was trained; base logits are made for the first `num_proposals` (1 to
-        `config.num_draft_tokens`, None: all of them).
-        """
+    def run_blocks(self, rows: Sequence[DraftRow], kv_cache: KVCache) -> Tensor:
+        """Return the hidden states [R, B, D] after the final norm; the whole block is computed, as it was trained."""
         config = self.config
-        num_proposals = config.num_draft_tokens if num_proposals is None else num_proposals
         assert rows, "drafting needs at least one row"
-        assert 1 <= num_proposals <= config.num_draft_tokens, (num_proposals, config.num_draft_tokens)
         num_rows, size = len(rows), config.block_size
         ids = torch.full((num_rows, size), config.mask_token_id)
         ids[:, 0] = torch.tensor([row.anchor_token_id for row in rows])
@@ -115,20 +113,35 @@ class Drafter:
         for index, layer in enumerate(self._layers):
             hidden.add_(self._attend(index, layer.input_norm(hidden), phases, plan, kv_cache))
             hidden.add_(layer.mlp(layer.mlp_norm(hidden)))
-        hidden = self._final_norm(hidden).unflatten(0, (num_rows, size))
+        return self._final_norm(hidden).unflatten(0, (num_rows, size))
+
+    def with_base_logits(self, hidden: Tensor, *, num_proposals: int | None = None) -> DraftedBlocks:
+        """Add the base logits of the first `num_proposals` to hidden states [R, B, D] of `run_blocks`.
+
+        1 to `config.num_draft_tokens`; None: all of them.
+        """
+        config = self.config
+        num_proposals = config.num_draft_tokens if num_proposals is None else num_proposals
+        assert 1 <= num_proposals <= config.num_draft_tokens, (num_proposals, config.num_draft_tokens)
         first = config.first_proposal_slot
         proposing = hidden[:, first : first + num_proposals].flatten(0, 1)
-        base_logits = self._head(proposing).float().unflatten(0, (num_rows, num_proposals))
+        base_logits = self._head(proposing).float().unflatten(0, (hidden.shape[0], num_proposals))
         return DraftedBlocks(hidden=hidden, base_logits=base_logits)
 
     def begin(self, blocks: DraftedBlocks, rows: Sequence[DraftRow]) -> HeadSteps:
         """Start the sequential stage of drafted blocks."""
-        anchors = torch.tensor([row.anchor_token_id for row in rows]).to(self.device)
-        return self.sequential_head.begin(blocks.hidden, anchors)
+        return self.sequential_head.begin(blocks.hidden, self._anchor_ids(rows))
+
+    def first_confidences(self, hidden: Tensor, rows: Sequence[DraftRow]) -> Tensor:
+        """Return c_1 of each row [R] float32 from `run_blocks`, before anything is drawn (Eq. 7)."""
+        return self.sequential_head.first_confidence_logits(hidden, self._anchor_ids(rows)).sigmoid()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Map draft ids to target ids; apply it once, to what was drawn from the corrected logits."""
         return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+
+    def _anchor_ids(self, rows: Sequence[DraftRow]) -> Tensor:
+        return torch.tensor([row.anchor_token_id for row in rows]).to(self.device)
 
     def _attend(self, index: int, hidden: Tensor, phases: Tensor, plan: BlockPlan, kv_cache: KVCache) -> Tensor:
         config, layer = self.config, self._layers[index]

@@ -290,6 +290,8 @@ def _deepspec_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     heads = _heads_json(config)
     if not config.markov_rank:
         del heads["markov_head_type"]
+    if not config.has_confidence_head:
+        del heads["confidence_head_with_markov"]
     return {
         **layers,
         **heads,

@@ -23,7 +23,7 @@ BLOCKS_PER_CALL = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AttentionCall:
+class AttentionCall:
     """Neighbouring blocks that attend together, and the span of the context that any of them sees."""
 
     blocks: slice
@@ -125,7 +125,7 @@ class DrafterModule(nn.Module):
         calls = {}
         for window, is_causal in set(zip(config.windows, config.is_causal, strict=True)):
             visible = context_visible if window is None else context_visible & (distances <= window)
-            calls[window, is_causal] = _attention_calls(visible, config.block_size, is_causal=is_causal)
+            calls[window, is_causal] = attention_calls(visible, config.block_size, is_causal=is_causal)
         for layer, window, is_causal in zip(self.layers, config.windows, config.is_causal, strict=True):
             hidden = layer(hidden, context, block_phases, context_phases, calls[window, is_causal])
         return self.norm(hidden)
@@ -145,10 +145,7 @@ class DrafterModule(nn.Module):
         return logits if features.latent is None else logits + self.bias(features.latent[chosen]).float()
 
     def _phases(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[:, None].float() * self._inverse_frequencies
-        angles = torch.cat([angles, angles], dim=-1)[:, None]  # [T, 1, Dh]
-        magnitude = self.config.rotary.magnitude
-        return angles.cos() * magnitude, angles.sin() * magnitude
+        return rotary_phases(positions, self._inverse_frequencies, self.config.rotary.magnitude)
 
 
 class _Attention(nn.Module):
@@ -169,14 +166,14 @@ class _Attention(nn.Module):
         context: Tensor,  # [T, D]
         block_phases: tuple[Tensor, Tensor],
         context_phases: tuple[Tensor, Tensor],
-        calls: Sequence[_AttentionCall],
+        calls: Sequence[AttentionCall],
     ) -> Tensor:
         num_blocks, block_size, _ = hidden.shape
         slots = hidden.flatten(0, 1)
-        queries = _rotate(self.q_norm(self._heads(self.q_proj(slots))), block_phases)  # [N * B, H, Dh]
-        keys = _rotate(self.k_norm(self._heads(self.k_proj(slots))), block_phases)
+        queries = rotate_halves(self.q_norm(self._heads(self.q_proj(slots))), block_phases)  # [N * B, H, Dh]
+        keys = rotate_halves(self.k_norm(self._heads(self.k_proj(slots))), block_phases)
         values = self._heads(self.v_proj(slots))
-        context_keys = _rotate(self.k_norm(self._heads(self.k_proj(context))), context_phases)
+        context_keys = rotate_halves(self.k_norm(self._heads(self.k_proj(context))), context_phases)
         context_values = self._heads(self.v_proj(context))
         outputs = []
         for call in calls:
@@ -195,7 +192,9 @@ class _Attention(nn.Module):
         return projected.unflatten(-1, (-1, self._config.head_dim))
 
 
-class _Mlp(nn.Module):
+class Mlp(nn.Module):
+    """silu(gate) * up, projected down."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -210,7 +209,7 @@ class _Layer(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(config)
-        self.mlp = _Mlp(config)
+        self.mlp = Mlp(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -220,7 +219,7 @@ class _Layer(nn.Module):
         context: Tensor,
         block_phases: tuple[Tensor, Tensor],
         context_phases: tuple[Tensor, Tensor],
-        calls: Sequence[_AttentionCall],
+        calls: Sequence[AttentionCall],
     ) -> Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), context, block_phases, context_phases, calls)
         hidden = hidden + attended
@@ -264,27 +263,40 @@ class _ConfidenceHead(nn.Module):
         return confidence_logits(hidden, embedded if self._uses_markov else None, self.proj)
 
 
-def _rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
+def rotary_phases(positions: Tensor, inverse_frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [T, 1, Dh] of `positions` [T] for `rotate_halves`."""
+    angles = positions[:, None].float() * inverse_frequencies
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def rotate_halves(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate heads `x` [T, N, Dh], whose rotary partners stand half a head apart."""
     cosines, sines = phases
     first, second = x.float().chunk(2, dim=-1)
     return (x * cosines + torch.cat([-second, first], dim=-1) * sines).to(x.dtype)
 
 
-def _attention_calls(visible: Tensor, block_size: int, *, is_causal: bool) -> list[_AttentionCall]:
+def attention_calls(visible: Tensor, block_size: int, *, is_causal: bool) -> list[AttentionCall]:
     """Return calls that cover all blocks of `visible` [N, T]. Synchronises once."""
     num_blocks, num_context = visible.shape
     starts = range(0, num_blocks, BLOCKS_PER_CALL)
-    seen = torch.stack([visible[start : start + BLOCKS_PER_CALL].any(0) for start in starts]).int()  # [calls, T]
-    # The first place of a maximum; counted from the end, the last one.
-    ends = torch.stack([seen.argmax(1), num_context - seen.flip(1).argmax(1), seen.amax(1)], dim=1).tolist()
+    positions = torch.arange(num_context, device=visible.device)
+    spans = []
+    for start in starts:
+        unseen = ~visible[start : start + BLOCKS_PER_CALL].any(0)
+        firsts = positions.masked_fill(unseen, num_context)
+        ends = (positions + 1).masked_fill(unseen, 0)
+        # The extra element stands for a context of no positions at all.
+        spans.append(torch.stack([F.pad(firsts, (0, 1), value=num_context).amin(), F.pad(ends, (0, 1)).amax()]))
     own = torch.ones((block_size, block_size), dtype=torch.bool, device=visible.device)
     if is_causal:
         own = own.tril()
     calls = []
-    for start, (first, end, sees_any) in zip(starts, ends, strict=True):
+    for start, (first, end) in zip(starts, torch.stack(spans).tolist(), strict=True):
         blocks = slice(start, min(start + BLOCKS_PER_CALL, num_blocks))
-        context = slice(first, end) if sees_any else slice(0, 0)
+        context = slice(min(first, end), end)
         in_context = visible[blocks, context].repeat_interleave(block_size, dim=0)
         in_blocks = torch.block_diag(*[own] * (blocks.stop - blocks.start)).bool()
-        calls.append(_AttentionCall(blocks=blocks, context=context, mask=torch.cat([in_context, in_blocks], dim=1)))
+        calls.append(AttentionCall(blocks=blocks, context=context, mask=torch.cat([in_context, in_blocks], dim=1)))
     return calls

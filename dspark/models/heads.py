@@ -52,6 +52,20 @@ class SequentialHead:
         self.joint = _packed(tensors, "markov_head.joint_proj") if config.markov_head_type == "rnn" else None
         self.confidence = _packed(tensors, "confidence_head.proj") if config.has_confidence_head else None
 
+    def first_confidence_logits(self, hidden: Tensor, anchor_token_ids: Tensor) -> Tensor:
+        """Return the confidence logits [R] float32 of the first proposals, known before anything is drawn.
+
+        `hidden` [R, B, D] and anchors [R] as for `begin`; only for a drafter with a confidence head.
+        """
+        slot = hidden[:, self.config.first_proposal_slot]
+        return self.confidence_logits(slot, None if self.w1 is None else F.embedding(anchor_token_ids, self.w1))
+
+    def confidence_logits(self, hidden: Tensor, embedded: Tensor | None) -> Tensor:
+        """Return the confidence logits [R] float32 of one slot, `hidden` [R, D], `embedded` W1[previous] [R, r]."""
+        assert self.confidence is not None, "the drafter has no confidence head"
+        read = embedded if self.config.confidence_uses_markov else None
+        return confidence_logits(hidden, read, self.confidence).float()
+
     def begin(self, hidden: Tensor, anchor_token_ids: Tensor) -> HeadSteps:
         """Start R blocks with `hidden` [R, B, D] from the backbone and their anchors [R]."""
         return HeadSteps(self, hidden, anchor_token_ids)
@@ -93,8 +107,7 @@ class HeadSteps:
             bias = head.w2(latent).float()
         if head.confidence is None:
             return bias, None
-        read = embedded if head.config.confidence_uses_markov else None
-        return bias, confidence_logits(hidden, read, head.confidence).float()
+        return bias, head.confidence_logits(hidden, embedded)
 
 
 def _packed(tensors: Mapping[str, Tensor], name: str) -> PackedLinear:

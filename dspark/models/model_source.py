@@ -43,6 +43,7 @@ class ModelFolder:
 
     path: Path
     name: str  # what the model is called when served
+    gguf_sha256: str | None = None  # of the GGUF file it was converted from, which says what its weights are
 
 
 def user_cache_folder() -> Path:
@@ -62,12 +63,12 @@ def resolve_model(name: str, *, cache_dir: Path | None = None) -> ModelFolder:
         path = converted_folder(
             _embedded_gguf, sha256=EMBEDDED_SHA256, label=DEFAULT_MODEL, cache_dir=cache, report=_report
         )
-        return ModelFolder(path=path, name=DEFAULT_MODEL)
+        return ModelFolder(path=path, name=DEFAULT_MODEL, gguf_sha256=EMBEDDED_SHA256)
     path = Path(name).expanduser()
     if name and path.is_dir():
         return ModelFolder(path=path, name=path.resolve().name)
     if path.is_file():
-        return ModelFolder(path=_from_gguf(path, cache), name=path.stem)
+        return _from_gguf(path, cache)
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name):
         raise CheckpointError(
             f"model {name!r} does not exist; give {DEFAULT_MODEL!r}, a model folder, a .gguf file or a hub id "
@@ -76,13 +77,14 @@ def resolve_model(name: str, *, cache_dir: Path | None = None) -> ModelFolder:
     return ModelFolder(path=_from_hub(name), name=name)
 
 
-def _from_gguf(path: Path, cache: Path) -> Path:
+def _from_gguf(path: Path, cache: Path) -> ModelFolder:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise CheckpointError(f"{path} is not a GGUF file; give a .gguf file or a model folder")
         file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return converted_folder(lambda _: path, sha256=sha256, label=path.stem, cache_dir=cache, report=_report)
+    folder = converted_folder(lambda _: path, sha256=sha256, label=path.stem, cache_dir=cache, report=_report)
+    return ModelFolder(path=folder, name=path.stem, gguf_sha256=sha256)
 
 
 def _from_hub(repo_id: str) -> Path:

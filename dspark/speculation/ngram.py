@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
+
+MAX_MATCHED = 16  # matched tokens counted; beyond it nearly all drafts are right
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramMatch:
+    """A repetition found in a text, and what makes its continuation more or less likely."""
+
+    draft: Draft
+    num_matched: int  # of the last tokens, counted up to `MAX_MATCHED`
+    period: int  # tokens from the earlier occurrence to the text's end
+    is_contested: bool  # a shorter suffix occurred later and went on with another token
+
+    @property
+    def is_periodic(self) -> bool:
+        """A whole period was repeated already, and not by chance of one or two tokens."""
+        return self.num_matched >= max(self.period, 4)
 
 
 class NgramProposer(Proposer):
@@ -28,7 +46,7 @@ class NgramProposer(Proposer):
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """Return one draft per context, in order."""
-        return [self._propose_one(context) for context in contexts]
+        return [NO_DRAFT if match is None else match.draft for match in map(self.find_match, contexts)]
 
     def release(self, request_id: str) -> None:
         """Forget a request; unknown ids are harmless."""
@@ -39,16 +57,23 @@ class NgramProposer(Proposer):
         """Requests whose text is held."""
         return len(self._histories)
 
-    def _propose_one(self, context: DraftContext) -> Draft:
+    def find_match(self, context: DraftContext) -> NgramMatch | None:
+        """Return what the text's last tokens were found to repeat and its continuation; None if they are new."""
         history = self._histories.get(context.request_id)
         if history is None or not history.is_prefix_of(context.token_ids):
             history = self._histories[context.request_id] = _History(self._ngram_lens)
         history.extend(context.token_ids)
-        start = history.find_continuation()
-        if start is None:
-            return NO_DRAFT
-        period = len(history.token_ids) - start
-        return Draft(token_ids=[history.token_ids[start + k % period] for k in range(context.num_draft_tokens)])
+        starts = history.find_continuations()
+        if not starts:
+            return None
+        start, token_ids = starts[0], history.token_ids
+        period = len(token_ids) - start
+        return NgramMatch(
+            draft=Draft(token_ids=[token_ids[start + k % period] for k in range(context.num_draft_tokens)]),
+            num_matched=history.num_matched(start, MAX_MATCHED),
+            period=period,
+            is_contested=any(token_ids[other] != token_ids[start] for other in starts),
+        )
 
 
 class _History:
@@ -78,11 +103,16 @@ class _History:
             for end in range(max(first_new, n), len(self.token_ids)):
                 next_index[self.token_ids[end - n : end].tobytes()] = end
 
-    def find_continuation(self) -> int | None:
-        """Return the index of the token that followed the longest known suffix when it last occurred."""
-        for n in self._ngram_lens:
-            if n < len(self.token_ids):
-                start = self._next_index[n].get(self.token_ids[-n:].tobytes())
-                if start is not None:
-                    return start
-        return None
+    def find_continuations(self) -> list[int]:
+        """Return the index of the token that followed each known suffix when it last occurred, longest suffix first."""
+        num_tokens = len(self.token_ids)
+        found = (self._next_index[n].get(self.token_ids[-n:].tobytes()) for n in self._ngram_lens if n < num_tokens)
+        return [start for start in found if start is not None]
+
+    def num_matched(self, start: int, limit: int) -> int:
+        """Return how many of the last tokens equal those before `start`, up to `limit`."""
+        token_ids, limit = self.token_ids, min(start, limit)
+        num_matched = 0
+        while num_matched < limit and token_ids[start - 1 - num_matched] == token_ids[-1 - num_matched]:
+            num_matched += 1
+        return num_matched

@@ -1,12 +1,12 @@
 """What passes between the engine and a proposer: contexts of requests, drafts made for them, features of the target.
 
-T committed positions of a step, m tapped layers, D hidden size of the target, P pages.
+T committed positions of a step, m tapped layers, D hidden size of the target, P pages, R contexts of a round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from dspark.request import SamplingParams
@@ -35,11 +35,18 @@ class Draft:
 
     token_ids: list[int]
     probs: Tensor | None = None  # [k, V] float32, the very vectors that were sampled; None: deterministic (one-hot)
+    # [k] float32, probability that a token is accepted if all before it were (c_1 .. c_k); None: the drafter has none
+    confidences: Tensor | None = None
+    proposer_name: str | None = None  # whose draft it is, where the engine's proposer chooses between several
 
     def prefix(self, length: int) -> Draft:
         """Return the first `length` proposals."""
-        probs = None if self.probs is None else self.probs[:length]
-        return Draft(token_ids=self.token_ids[:length], probs=probs)
+        return replace(
+            self,
+            token_ids=self.token_ids[:length],
+            probs=None if self.probs is None else self.probs[:length],
+            confidences=None if self.confidences is None else self.confidences[:length],
+        )
 
 
 NO_DRAFT = Draft(token_ids=[])
@@ -55,6 +62,18 @@ class CommittedFeatures:
     new_page_ids: Tensor  # [P] int64 pages that the step began: what an earlier owner left there is to be cleared first
 
 
+class DraftRound(Protocol):
+    """A round that was begun: no token of it is drawn yet, so a choice made now does not bias what comes out."""
+
+    def first_confidences(self) -> list[float]:
+        """Return c_1 of each context [R], 0 where there will be no draft; asked only if `Proposer.has_confidences`."""
+        ...
+
+    def draft(self, chosen: Sequence[int]) -> list[Draft]:
+        """Return a draft for each context in `chosen`, in order; called once at most, the others get none."""
+        ...
+
+
 class Proposer(Protocol):
     """Makes drafts for all running requests in one call. Any state of a request is keyed by its id.
 
@@ -64,6 +83,7 @@ class Proposer(Protocol):
     name: str
     max_draft_tokens: int | None = None  # a draft is at most this long; None: of any length
     tapped_layers: tuple[int, ...] = ()  # layers of the target whose outputs it wants (-1: the embedding's); none
+    has_confidences: bool = False  # its rounds know c_1 of a draft before anything is drawn
 
     def take_features(self, committed: CommittedFeatures) -> None:
         """Take the tapped layers' outputs of a step: once for every step, before `propose`, if there are taps."""
@@ -73,6 +93,31 @@ class Proposer(Protocol):
         """Return one draft per context, in order, each at most `num_draft_tokens` long."""
         ...
 
+    def begin(self, contexts: Sequence[DraftContext]) -> DraftRound:
+        """Begin a round in which not every context may get a draft, without drawing anything."""
+        return _PlainRound(self, contexts)
+
+    def take_verdict(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Take what became of a draft: `draft` is the part that was verified, at least one token.
+
+        Not called for drafts that were dropped (preemption, abort, no room), and before `release`.
+        """
+        return
+
     def release(self, request_id: str) -> None:
         """Forget a request that finished, was aborted or was preempted; unknown ids are harmless."""
         ...
+
+
+class _PlainRound(DraftRound):
+    """A round of a proposer that knows nothing of a draft before it makes it."""
+
+    def __init__(self, proposer: Proposer, contexts: Sequence[DraftContext]) -> None:
+        self._proposer = proposer
+        self._contexts = contexts
+
+    def first_confidences(self) -> list[float]:
+        raise AssertionError(f"the proposer {self._proposer.name} has no confidences")
+
+    def draft(self, chosen: Sequence[int]) -> list[Draft]:
+        return self._proposer.propose([self._contexts[i] for i in chosen])

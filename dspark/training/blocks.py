@@ -23,6 +23,7 @@ class BlockBatch:
 
     context_features: Tensor  # [T, m * D]
     context_positions: Tensor  # [T] int64, restarting with each conversation
+    next_token_ids: Tensor  # [T] int64 the token after each context position; 0 after the last one
     anchor_token_ids: Tensor  # [N] int64
     anchor_positions: Tensor  # [N] int64
     context_visible: Tensor  # [N, T] bool: own conversation, strictly before the anchor
@@ -90,12 +91,14 @@ def build_blocks(
     tensors = {name: torch.from_numpy(np.concatenate(values)).to(device) for name, values in parts.items()}
     positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
     documents = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    following = np.concatenate([np.append(conversation.token_ids[1:], 0) for conversation in conversations])
     own_document = documents == tensors["document"][:, None]
     hidden = [feature.final_hidden for feature in features if feature.final_hidden is not None]
     normalizers = [feature.log_normalizers for feature in features if feature.log_normalizers is not None]
     return BlockBatch(
         context_features=torch.cat([feature.taps for feature in features]).to(device=device, dtype=torch.float32),
         context_positions=positions,
+        next_token_ids=torch.from_numpy(following).to(device),
         anchor_token_ids=tensors["token"],
         anchor_positions=tensors["position"],
         context_visible=own_document & (positions < tensors["position"][:, None]),

@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from dspark.errors import CheckpointError
+from dspark.models.autoregressive_checkpoint import is_autoregressive_folder, load_autoregressive, save_autoregressive
+from dspark.models.autoregressive_module import AutoregressiveModule
 from dspark.models.decoder import Decoder
 from dspark.models.drafter_checkpoint import load_drafter_checkpoint, save_drafter
 from dspark.models.drafter_formats import SPECULATORS
 from dspark.models.drafter_module import DrafterModule
+
+TrainedModule = DrafterModule | AutoregressiveModule
 
 _STATE = "training_state.pt"
 _RECORD = "training.json"
@@ -48,7 +53,7 @@ def step_folders(output: Path) -> list[Path]:
     )
 
 
-def save_checkpoint(output: Path, module: DrafterModule, state: TrainingState, *, keep: int) -> Path:
+def save_checkpoint(output: Path, module: TrainedModule, state: TrainingState, *, keep: int) -> Path:
     """Write `output`/step-N and remove all but the newest `keep`; return the folder.
 
     Raises `CheckpointError` when the disk does not take it; older checkpoints are then untouched.
@@ -58,8 +63,11 @@ def save_checkpoint(output: Path, module: DrafterModule, state: TrainingState, *
         output.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=output))
         try:
-            # Layout speculators: the target's embedding and head stay out of the file.
-            save_drafter(work / "drafter", module.config, module.state_dict(), layout=SPECULATORS)
+            if isinstance(module, AutoregressiveModule):
+                save_autoregressive(work / "drafter", module)
+            else:
+                # Layout speculators: the target's embedding and head stay out of the file.
+                save_drafter(work / "drafter", module.config, module.state_dict(), layout=SPECULATORS)
             complete = work / "drafter"
             with (complete / _STATE).open("wb") as file:
                 torch.save(state.optimizer, file)
@@ -74,7 +82,7 @@ def save_checkpoint(output: Path, module: DrafterModule, state: TrainingState, *
             _sync(output)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save reports a full disk as RuntimeError
         raise CheckpointError(
             f"the checkpoint {folder} cannot be written: {error}; free space and resume from the one before"
         ) from error
@@ -93,8 +101,10 @@ def load_record(folder: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error}; remove {folder} to go on from the one before") from error
 
 
-def load_module(folder: Path, target: Decoder) -> DrafterModule:
+def load_module(folder: Path, target: Decoder) -> TrainedModule:
     """Return the drafter in `folder` for training or measuring, with what its files leave to the target."""
+    if is_autoregressive_folder(folder):
+        return load_autoregressive(folder, target)
     checkpoint = load_drafter_checkpoint(folder, dtype=torch.float32, device=target.device).completed(target)
     return DrafterModule.from_tensors(checkpoint.config, checkpoint.tensors)
 

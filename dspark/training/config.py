@@ -8,6 +8,7 @@ from typing import Any
 from dspark.config import DEFAULT_MODEL
 from dspark.errors import ConfigError
 
+ARCHITECTURES = ("dspark", "autoregressive")
 CACHE_DTYPES = ("float16", "bfloat16")
 # Settings that may differ when a run goes on. What they name is compared by content (`identity`), or does not matter.
 _FREE_ON_RESUME = frozenset(
@@ -39,6 +40,7 @@ class TrainConfig:
     seed: int = _setting(0, "of all draws and first weights")
     resume: bool = _setting(False, "go on from the newest checkpoint in `output`")
 
+    architecture: str = _setting("dspark", "autoregressive: a baseline of one layer with EAGLE-3's inputs")
     num_layers: int = _setting(2, "draft layers (paper: 5)")
     num_taps: int = _setting(3, "tapped target layers, spread evenly (paper: 5)")
     tap_ids: tuple[int, ...] | None = _setting(
@@ -97,6 +99,15 @@ class TrainConfig:
         for name in ("warmup_fraction", "hold_out_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} ({getattr(self, name)}) must be at least 0 and below 1; change it")
+        if self.architecture not in ARCHITECTURES:
+            raise ConfigError(f"architecture ({self.architecture!r}) must be {' or '.join(ARCHITECTURES)}; change it")
+        has_more = self.num_layers > 1 or self.markov_rank or self.has_confidence_head or self.window is not None
+        if self.architecture == "autoregressive" and has_more:
+            raise ConfigError(
+                f"the autoregressive baseline has one layer and no heads, not num_layers {self.num_layers}, "
+                f"markov_rank {self.markov_rank}, has_confidence_head {self.has_confidence_head}, window {self.window};"
+                " set them to 1, 0, false and None"
+            )
         if self.ce_weight == self.l1_weight == 0:
             raise ConfigError("ce_weight (0) and l1_weight (0) leave nothing to learn; raise one of them")
         if self.cache_dtype not in CACHE_DTYPES:

@@ -38,6 +38,7 @@ class Conversation:
     token_ids: np.ndarray  # [T] int64
     is_supervised: np.ndarray  # [T] bool, tokens that the target wrote
     is_held_out: bool
+    temperature: float | None = None  # at which the target wrote it, where the record says so
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +91,7 @@ def load_dataset(
     conversations: list[Conversation] = []
     num_unanswered = num_cut = 0
     for path in paths:
-        for place, record in _records(path):
+        for place, record in read_records(path):
             ids, supervised = _ids_and_mask(record, tokenizer, eos_token_ids, place)
             if ids and max(ids) >= vocab_size:
                 raise ConfigError(
@@ -110,6 +111,7 @@ def load_dataset(
                     token_ids=tokens,
                     is_supervised=mask,
                     is_held_out=_fraction(prompt) < hold_out_fraction,
+                    temperature=_temperature(record, place),
                 )
             )
     if not conversations:
@@ -160,7 +162,8 @@ def assistant_mask(
     return ids, mask
 
 
-def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return each record of a file of JSON lines with its place. Raises `ConfigError` naming the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -203,6 +206,13 @@ def _ids_and_mask(
         return assistant_mask(messages, tokenizer, eos_token_ids=eos_token_ids, template_kwargs=template_kwargs)
     except (ConfigError, RequestError) as error:
         raise ConfigError(f"{place}: {error}") from error
+
+
+def _temperature(record: dict[str, Any], place: str) -> float | None:
+    value = record.get("temperature")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        raise ConfigError(f"{place}: temperature ({value!r}) must be a number from 0; correct it or leave it out")
+    return value
 
 
 def _token_ids(value: Any, key: str, place: str) -> list[int]:

@@ -5,9 +5,9 @@ S supervised slots, K proposals of a block.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,27 @@ from torch import Tensor
 from dspark.errors import ConfigError
 from dspark.models.device import open_device
 from dspark.models.drafter_config import check_target
-from dspark.models.drafter_module import BlockFeatures, DrafterModule
-from dspark.training.blocks import BlockBatch, build_blocks, draw_anchors
-from dspark.training.checkpoint import load_module
+from dspark.speculation.round_counts import RoundCounts
+from dspark.training.block_pass import run_blocks
+from dspark.training.blocks import build_blocks, draw_anchors
+from dspark.training.checkpoint import TrainedModule, load_module
 from dspark.training.dataset import Conversation
 from dspark.training.features import FeatureSource, OnlineFeatures, check_delivered
 from dspark.training.loss import DrafterLoss, LossWeights, TargetLogits
 from dspark.training.setup import load_target
+from dspark.training.simulated_rounds import GREEDY, SAMPLED, simulate_rounds
 
 _EVALUATION_EPOCH = 2**31  # keys anchors that no epoch of training draws
 _NUM_BINS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityBin:
+    """Slots whose confidence falls into one of 15 equal bins."""
+
+    confidence: float  # mean
+    acceptance: float  # mean
+    num_slots: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +49,7 @@ class Evaluation:
 
     At temperature 1 a slot's acceptance is exact, 1 - l1 / 2; the accepted length multiplies them along the text. At
     temperature 0 a slot is accepted when both argmaxes agree. Lengths count blocks with all slots supervised and
-    include the bonus token.
+    include the bonus token. Anchors are random here: good for comparing drafters, but what serving counts is `rounds`.
     """
 
     num_conversations: int
@@ -51,14 +62,18 @@ class Evaluation:
     greedy_acceptance: tuple[float | None, ...]  # [K]
     confidence_ece: float | None  # None without a confidence head
     confidence_auc: float | None
+    reliability: tuple[ReliabilityBin, ...] = ()  # bins that hold a slot
+    rounds: Mapping[str, RoundCounts] | None = None  # by temperature, "0" and "1"; None: not simulated
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        rounds = None if self.rounds is None else {key: counts.to_json() for key, counts in self.rounds.items()}
+        return values | {"rounds": rounds}
 
 
 def evaluate_drafter(
-    module: DrafterModule,
+    module: TrainedModule,
     conversations: Sequence[Conversation],
     features: FeatureSource,
     target_logits: TargetLogits,
@@ -106,12 +121,14 @@ def evaluate(
     held_out_only: float | None = None,  # the hold_out_fraction of the training run; None: all conversations
     num_sequences: int | None = None,  # of each file; None: all
     num_anchors: int = 64,
+    num_round_texts: int = 32,
     max_length: int = 2048,
     seed: int = 0,
     device: str = "cpu",
 ) -> dict[str, Evaluation]:
     """Measure the drafter in `folder` on each file of conversations by itself; return the results by file.
 
+    Serving is simulated along the first `num_round_texts` conversations of each temperature, at all their anchors.
     Raises `CheckpointError` for a drafter of another target, `ConfigError` for wrong data.
     """
     loaded = load_target(target, open_device(device))
@@ -126,20 +143,45 @@ def evaluate(
             raise ConfigError(
                 f"{path} has no held-out conversation at a fraction of {held_out_only}; use more data or measure all"
             )
-        results[path] = evaluate_drafter(
-            module, conversations[:num_sequences], features, loaded.logits, num_anchors=num_anchors, seed=seed
-        )
+        conversations = conversations[:num_sequences]
+        measured = evaluate_drafter(module, conversations, features, loaded.logits, num_anchors=num_anchors, seed=seed)
+        rounds = simulate_rounds(
+            module, conversations, features, loaded.logits,
+            num_texts=num_round_texts, eos_token_ids=loaded.eos_token_ids,
+        )  # fmt: skip
+        results[path] = replace(measured, rounds=rounds)
     return results
 
 
+def to_json(results: Mapping[str, Evaluation]) -> dict[str, Any]:
+    """Return the results by file, simulated rounds by temperature as served ones are given, and the reliability."""
+    temperatures = {}
+    for temperature in (GREEDY, SAMPLED):
+        counts = {name: one.rounds[temperature] for name, one in results.items() if one.rounds is not None}
+        total = reduce(RoundCounts.plus, counts.values(), RoundCounts())
+        if total.num_rounds:
+            tasks = {name: own.to_json() for name, own in counts.items()}
+            temperatures[temperature] = {"tasks": tasks, "all": total.to_json()}
+    return {
+        "temperatures": temperatures,
+        "reliability": [asdict(one) for one in _joined_bins([b for r in results.values() for b in r.reliability])],
+        "files": {name: result.to_json() for name, result in results.items()},
+    }
+
+
 def print_evaluations(results: Mapping[str, Evaluation], console: Console) -> None:
-    """Print a table of results by file, then one line of JSON."""
-    table = Table(title="offline acceptance, bonus token included")
-    for column in ("data", "blocks", "length T=1", "length T=0", "acceptance T=1", "acceptance T=0", "ECE", "AUC"):
+    """Print a table of results by file."""
+    table = Table(title="offline acceptance, bonus token included; served: simulated rounds along the texts")
+    for column in (
+        "data", "served T=0", "served T=1", "blocks", "length T=1", "length T=0", "acceptance T=1", "acceptance T=0",
+        "ECE", "AUC",
+    ):  # fmt: skip
         table.add_column(column)
     for name, result in results.items():
+        rounds = result.rounds or {}
         table.add_row(
             name,
+            *(_number(rounds[t].accepted_length if t in rounds else None) for t in (GREEDY, SAMPLED)),
             str(result.num_blocks),
             _number(result.accepted_length),
             _number(result.greedy_accepted_length),
@@ -149,21 +191,6 @@ def print_evaluations(results: Mapping[str, Evaluation], console: Console) -> No
             _number(result.confidence_auc, 3),
         )
     console.print(table)
-    # Not through the console, which would wrap it.
-    print(json.dumps({name: result.to_json() for name, result in results.items()}))
-
-
-def run_blocks(module: DrafterModule, batch: BlockBatch) -> BlockFeatures:
-    """Run the drafter over a batch of blocks."""
-    features: BlockFeatures = module(
-        batch.context_features,
-        batch.context_positions,
-        batch.anchor_token_ids,
-        batch.anchor_positions,
-        batch.context_visible,
-        batch.previous_token_ids,
-    )
-    return features
 
 
 def packs_of(conversations: Sequence[Conversation], pack_tokens: int) -> Iterator[list[Conversation]]:
@@ -178,11 +205,22 @@ def packs_of(conversations: Sequence[Conversation], pack_tokens: int) -> Iterato
         yield pack
 
 
-def expected_calibration_error(confidence: np.ndarray, acceptance: np.ndarray) -> float:
-    """Return the mean gap between confidence [S] and acceptance rate [S] over 15 equal bins of confidence."""
+def reliability_bins(confidence: np.ndarray, acceptance: np.ndarray) -> tuple[ReliabilityBin, ...]:
+    """Return the mean confidence and acceptance rate of slots [S] in those of 15 equal bins that hold any."""
     bins = np.minimum((confidence * _NUM_BINS).astype(int), _NUM_BINS - 1)
-    gaps = np.bincount(bins, weights=confidence - acceptance, minlength=_NUM_BINS)
-    return float(np.abs(gaps).sum() / len(confidence))
+    num_slots = np.bincount(bins, minlength=_NUM_BINS)
+    sums = [np.bincount(bins, weights=values, minlength=_NUM_BINS) for values in (confidence, acceptance)]
+    return tuple(
+        ReliabilityBin(confidence=float(c / n), acceptance=float(a / n), num_slots=int(n))
+        for c, a, n in zip(*sums, num_slots, strict=True)
+        if n
+    )
+
+
+def expected_calibration_error(bins: Sequence[ReliabilityBin]) -> float:
+    """Return the mean gap between confidence and acceptance rate over all slots in `bins`."""
+    total = sum(one.num_slots for one in bins)
+    return sum(one.num_slots * abs(one.confidence - one.acceptance) for one in bins) / total
 
 
 def expected_auc(confidence: np.ndarray, acceptance: np.ndarray) -> float | None:
@@ -211,6 +249,7 @@ def _evaluation(
 
     confidence = joined.get("confidence")
     acceptance = joined["acceptance"].clip(0, 1)
+    bins = () if confidence is None else reliability_bins(confidence, acceptance)
     return Evaluation(
         num_conversations=num_conversations,
         num_blocks=num_blocks,
@@ -220,9 +259,26 @@ def _evaluation(
         greedy_accepted_length=mean(joined["greedy_length"]),
         acceptance=tuple(mean(acceptance[own]) for own in of_proposal),
         greedy_acceptance=tuple(mean(joined["matches"][own]) for own in of_proposal),
-        confidence_ece=None if confidence is None else expected_calibration_error(confidence, acceptance),
+        confidence_ece=expected_calibration_error(bins) if bins else None,
         confidence_auc=None if confidence is None else expected_auc(confidence, acceptance),
+        reliability=bins,
     )
+
+
+def _joined_bins(bins: Sequence[ReliabilityBin]) -> list[ReliabilityBin]:
+    """Return the bins of several files as those of all their slots."""
+    if not bins:
+        return []
+    weights = np.array([one.num_slots for one in bins], dtype=np.float64)
+    index = np.minimum([int(one.confidence * _NUM_BINS) for one in bins], _NUM_BINS - 1)
+    num_slots = np.bincount(index, weights=weights)
+    confidence = np.bincount(index, weights=weights * [one.confidence for one in bins])
+    acceptance = np.bincount(index, weights=weights * [one.acceptance for one in bins])
+    return [
+        ReliabilityBin(confidence=float(c / n), acceptance=float(a / n), num_slots=int(n))
+        for c, a, n in zip(confidence, acceptance, num_slots, strict=True)
+        if n
+    ]
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -128,6 +128,8 @@ class FeatureCache:
         """
         path, num_rows = self._folder / _NORMALIZERS, int(self._offsets[-1])
         try:
+            if path.exists() and path.stat().st_size == num_rows * 4:
+                return  # complete: other runs may be reading it
             with path.open("ab") as file:
                 # Whole groups: which rows share a product must not depend on where a run was interrupted.
                 done = min(path.stat().st_size // 4, num_rows) // _GROUP_LOGITS * _GROUP_LOGITS

@@ -23,14 +23,20 @@ def data_identity(
     max_length: int,
 ) -> dict[str, str]:
     """Return hashes of the data files, the target, its tokenizer and template, and the values that shape features."""
+    return text_identity(paths, folder) | {
+        "tapped layers": ",".join(map(str, tap_ids)),
+        "seed": str(seed),
+        "max_length": str(max_length),
+    }
+
+
+def text_identity(paths: Sequence[Path], folder: Path) -> dict[str, str]:
+    """Return hashes of the data files, and of the target in `folder`, its tokenizer and template."""
     return {
         "data": _digest(_file_digest(path) for path in paths),
         "target": _digest([*_contents(folder, ["config.json"]), *_weight_samples(folder)]),
         "tokenizer": _digest(_contents(folder, _TOKENIZER_FILES)),
         "chat template": _digest(_contents(folder, _TEMPLATE_FILES)),
-        "tapped layers": ",".join(map(str, tap_ids)),
-        "seed": str(seed),
-        "max_length": str(max_length),
     }
 
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from dspark.errors import ConfigError
+from dspark.models.autoregressive_module import AutoregressiveModule
 from dspark.models.decoder import Decoder
 from dspark.models.drafter_checkpoint import DRAFT_TO_TARGET, EMBEDDING, HEAD, drafter_shapes
 from dspark.models.drafter_config import MARKOV_HEAD_TYPES, DrafterConfig
 from dspark.models.drafter_module import DrafterModule
 from dspark.models.model_config import DecoderConfig, read_json_object
 from dspark.models.weights import CheckpointTensors
+from dspark.training.checkpoint import TrainedModule
 from dspark.training.config import TrainConfig
 from dspark.training.dataset import Dataset
 from dspark.training.setup import Target
@@ -30,7 +32,7 @@ _LAYER_PARTS = (
 )
 
 
-def new_drafter(config: TrainConfig, target: Target, dataset: Dataset, tap_ids: tuple[int, ...]) -> DrafterModule:
+def new_drafter(config: TrainConfig, target: Target, dataset: Dataset, tap_ids: tuple[int, ...]) -> TrainedModule:
     """Return the drafter with which a run of these settings and this data begins."""
     decoder = target.decoder
     vocab_size = decoder.config.vocab_size
@@ -43,7 +45,8 @@ def new_drafter(config: TrainConfig, target: Target, dataset: Dataset, tap_ids: 
     draft_ids = None
     if drafter_config.has_pruned_vocab:
         draft_ids = choose_draft_ids(dataset.answer_counts(vocab_size), drafter_config.draft_vocab_size)
-    return initialise_drafter(
+    initialise = initialise_drafter if config.architecture == "dspark" else initialise_autoregressive
+    return initialise(
         drafter_config,
         decoder,
         target.folder,
@@ -160,6 +163,43 @@ def initialise_drafter(
     if init_from_target:
         tensors |= _target_layers(config, target.config, folder)
     return DrafterModule.from_tensors(config, {name: t.to(target.device) for name, t in tensors.items()})
+
+
+def initialise_autoregressive(
+    config: DrafterConfig,
+    target: Decoder,
+    folder: Path,
+    *,
+    draft_ids: Tensor | None,
+    init_from_target: bool,
+    seed: int,
+) -> AutoregressiveModule:
+    """Return a baseline with the target's embedding, head and final norm; arguments as for `initialise_drafter`.
+
+    With `init_from_target` its layer begins as the target's last one, reading features; the weights that read
+    embeddings are new.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    module = AutoregressiveModule(config)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict().items():
+        is_norm = name.endswith("norm.weight")
+        tensors[name] = torch.ones(tensor.shape) if is_norm else torch.randn(tensor.shape, generator=generator) * _STD
+    head = target.head_weight().float().cpu()
+    if draft_ids is not None:
+        tensors[DRAFT_TO_TARGET] = draft_ids - torch.arange(len(draft_ids))
+        head = head[draft_ids]
+    tensors |= {EMBEDDING: target.embedding.float().cpu(), HEAD: head}
+    if init_from_target:
+        copies = _target_layers(config, target.config, folder)
+        for name, tensor in copies.items():
+            own_name = name.removeprefix("layers.0.").removeprefix("self_attn.")
+            if own_name in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
+                tensors[own_name][:, config.hidden_size :] = tensor
+            elif own_name in tensors:
+                tensors[own_name] = tensor
+    module.load_state_dict(tensors)
+    return module.to(target.device)
 
 
 def _target_layers(config: DrafterConfig, target: DecoderConfig, folder: Path) -> dict[str, Tensor]:

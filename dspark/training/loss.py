@@ -16,6 +16,7 @@ from torch import Tensor
 from dspark.errors import ConfigError
 from dspark.models.drafter_module import BlockFeatures, DrafterModule
 from dspark.training.blocks import BlockBatch
+from dspark.training.checkpoint import TrainedModule
 
 TargetLogits = Callable[[Tensor], Tensor]  # final hidden [U, D] -> logits [U, V] float32, or those of some ids
 
@@ -94,7 +95,7 @@ class ChosenSlots:
     blocks: Tensor  # [S] int64
 
     @classmethod
-    def of(cls, module: DrafterModule, features: BlockFeatures, batch: BlockBatch) -> ChosenSlots:
+    def of(cls, module: TrainedModule, features: BlockFeatures, batch: BlockBatch) -> ChosenSlots:
         blocks, slots = batch.is_supervised.nonzero(as_tuple=True)
         order = batch.target_rows[blocks, slots].argsort(stable=True)
         at = (blocks[order], slots[order])
@@ -137,7 +138,7 @@ class DrafterLoss:
 
     def __init__(
         self,
-        module: DrafterModule,
+        module: TrainedModule,
         target_logits: TargetLogits,
         weights: LossWeights,
         *,
@@ -226,6 +227,7 @@ class DrafterLoss:
         module = self._module
         logits = module.base_logits(chosen.hidden[part]).float()  # [s, Vd]
         if chosen.latent is not None:
+            assert isinstance(module, DrafterModule), "only DSpark's drafter has a sequential head"
             logits = logits + module.bias(chosen.latent[part]).float()
         draft_labels = self._draft_ids[chosen.labels[part]]
         if batch.final_hidden is None:

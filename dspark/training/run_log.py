@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -19,11 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import dspark
 from dspark.errors import CheckpointError, ConfigError
-from dspark.training.config import TrainConfig
 from dspark.training.identity import combined
 
 _LOG = "log.jsonl"
 _RECORD = "run.json"
+
+
+class RunSettings(Protocol):
+    """What a run record needs of the settings of a run."""
+
+    @property
+    def seed(self) -> int: ...
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -76,13 +84,19 @@ class RunLog(AbstractContextManager["RunLog"]):
 
 
 def write_run_record(
-    folder: Path, config: TrainConfig, identity: Mapping[str, str], facts: Mapping[str, Any], *, first_step: int
+    folder: Path,
+    config: RunSettings,
+    identity: Mapping[str, str],
+    facts: Mapping[str, Any],
+    *,
+    first_step: int,  # steps (or records) done before
+    name: str = _RECORD,
 ) -> None:
-    """Write `folder`/run.json: commands, seed, code, versions, data and settings.
+    """Write `folder`/`name`: commands, seed, code, versions, data and settings.
 
     A resumed run adds its command to those before it. Raises `ConfigError` when the folder cannot be written.
     """
-    path = folder / _RECORD
+    path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         earlier = json.loads(path.read_text(encoding="utf-8"))["commands"] if path.exists() else []
@@ -102,6 +116,12 @@ def write_run_record(
         "settings": config.to_json(),
         **facts,
     }
+    _write(path, "w", json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+def add_to_run_record(path: Path, facts: Mapping[str, Any]) -> None:
+    """Add what is known only at the end to a run record. Raises `CheckpointError` when the disk does not take it."""
+    record = json.loads(path.read_text(encoding="utf-8")) | facts
     _write(path, "w", json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 

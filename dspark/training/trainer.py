@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dspark.errors import ConfigError
-from dspark.models.drafter_module import DrafterModule
 from dspark.training.blocks import build_blocks, count_supervised, draw_anchors
 from dspark.training.checkpoint import (
+    TrainedModule,
     TrainingState,
     load_module,
     load_optimizer_state,
@@ -89,7 +89,9 @@ def train(config: TrainConfig, *, show_progress: bool = True) -> TrainResult:
         run = _Run(config, target, dataset, module, identity, workers, step)
         if resumed is not None:
             run.optimizer.load_state_dict(load_optimizer_state(resumed))
-        return run.execute(output, show_progress=show_progress)
+        result = run.execute(output, show_progress=show_progress)
+        workers.wait()  # one that left the group while the first still writes would abort at its exit
+        return result
     finally:
         workers.close()
 
@@ -114,7 +116,7 @@ class _Run:
         config: TrainConfig,
         target: Target,
         dataset: Dataset,
-        module: DrafterModule,
+        module: TrainedModule,
         identity: dict[str, str],
         workers: Workers,
         step: int,
@@ -132,7 +134,7 @@ class _Run:
         )
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=config.learning_rate, betas=_BETAS, weight_decay=config.weight_decay
+            self.parameters, lr=config.learning_rate, betas=_BETAS, weight_decay=config.weight_decay, fused=True
         )
         weights = LossWeights(
             ce=config.ce_weight, l1=config.l1_weight, confidence=config.confidence_weight, decay=config.loss_decay

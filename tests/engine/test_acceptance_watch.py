@@ -8,9 +8,11 @@ from dspark.engine.acceptance_watch import AcceptanceWatch
 
 
 def report(outcomes, caplog) -> int:
-    watch = AcceptanceWatch("some")
+    watch = AcceptanceWatch()
     for is_right in outcomes:
-        watch.observe(is_first_accepted=is_right)
+        watch.observe("other", is_first_accepted=True)
+        watch.observe("some", is_first_accepted=is_right)
+    assert "the other drafter" not in caplog.text
     return caplog.text.count("the some drafter is of no use here")
 
 

@@ -17,9 +17,10 @@ from dspark import LLM, SamplingParams
 from dspark.cli import build_parser, engine_config
 from dspark.config import EngineConfig, SpeculationConfig
 from dspark.engine import build
-from dspark.engine.build import load_engine
+from dspark.engine.build import LoadedModel, build_engine, load_engine, load_model
 from dspark.errors import CheckpointError, ConfigError
 from dspark.evaluation.prompts import load_prompts
+from dspark.models import shipped_drafters
 from dspark.models.drafter_checkpoint import drafter_shapes, save_drafter
 
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -117,6 +118,83 @@ def test_the_default_cache_keeps_to_its_bytes_with_the_drafters_pool_counted(tar
     alone = load_engine(replace(config_for(target_folder, "none"), drafter="none"))
     with_drafter = load_engine(config_for(target_folder, FIXTURES / "deepspec_vanilla"))
     assert (alone.allocator.num_pages, with_drafter.allocator.num_pages) == (4, 3)
+
+
+# -- together with n-gram, and drafters that ship ------------------------------------------------------------------
+
+
+def text_of(target_folder, drafter) -> list[int]:
+    llm = LLM.from_engine(load_engine(config_for(target_folder, drafter)))
+    return llm.generate([[5, 6, 7, 5, 6, 7, 5, 6]], PARAMS, show_progress=False)[0].token_ids
+
+
+def test_a_drafter_with_ngram_changes_no_text(target_folder):
+    plain = text_of(target_folder, "none")
+    for name in ("deepspec_vanilla", "deepspec_dflash_noconf"):
+        assert text_of(target_folder, f"{FIXTURES / name}+ngram") == plain
+
+
+def test_a_smaller_model_goes_with_ngram_too(target_folder):
+    engine = load_engine(config_for(target_folder, f"{target_folder}+ngram"))
+    assert engine._proposer.name == "draft_model+ngram"
+    assert text_of(target_folder, f"{target_folder}+ngram") == text_of(target_folder, "none")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "name"), [("deepspec_vanilla", "dspark"), ("deepspec_vanilla+ngram", "dspark+ngram")]
+)
+def test_the_suffix_decides_whether_ngram_drafts_too(target_folder, drafter, name):
+    engine = load_engine(config_for(target_folder, FIXTURES / drafter))
+    assert engine._proposer.name == name
+    assert engine._proposer.tapped_layers == (0, 2, 4)
+    assert engine._num_draft_tokens == 7
+
+
+def test_a_drafter_without_a_confidence_head_is_reported_at_start(target_folder, caplog):
+    with caplog.at_level(logging.INFO):
+        load_engine(config_for(target_folder, FIXTURES / "deepspec_vanilla"))
+        assert "confidence" not in caplog.text
+        load_engine(config_for(target_folder, f"{FIXTURES / 'deepspec_dflash_noconf'}+ngram"))
+    assert caplog.text.count("has no confidence head: confidence scheduling is not available") == 1
+
+
+@pytest.fixture
+def shipping(tmp_path, monkeypatch):
+    """A package that ships a drafter for a model of this identity; return the identity."""
+    copy_checkpoint("deepspec_vanilla", tmp_path / "package" / "tiny")
+    monkeypatch.setattr(shipped_drafters, "SHIPPED_FOLDER", tmp_path / "package")
+    monkeypatch.setattr(shipped_drafters, "SHIPPED_DRAFTERS", {"identity of tiny": "tiny"})
+    return "identity of tiny"
+
+
+def model_called(target_folder, identity) -> LoadedModel:
+    config = config_for(target_folder, "none")
+    model = load_model(str(target_folder), config)
+    return replace(model, folder=replace(model.folder, name="tiny", gguf_sha256=identity))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "name"), [("auto", "dspark+ngram"), ("dspark", "dspark"), ("dspark+ngram", "dspark+ngram")]
+)
+def test_the_model_a_drafter_ships_for_gets_it(target_folder, shipping, drafter, name):
+    engine = build_engine(model_called(target_folder, shipping), config_for(target_folder, drafter))
+    assert engine._proposer.name == name
+
+
+def test_a_model_of_the_same_name_and_other_weights_gets_ngram_and_no_shipped_drafter(target_folder, shipping, caplog):
+    model = model_called(target_folder, None)
+    with caplog.at_level(logging.INFO):
+        assert build_engine(model, config_for(target_folder, "auto"))._proposer.name == "ngram"
+    assert "no drafter ships for tiny: n-gram drafts are used" in caplog.text
+    with pytest.raises(ConfigError, match="no drafter ships for the model 'tiny'"):
+        build_engine(model, config_for(target_folder, "dspark"))
+
+
+def test_a_damaged_shipped_drafter_is_an_error_and_not_silently_ngram(target_folder, shipping):
+    folder = shipped_drafters.SHIPPED_FOLDER / "tiny"
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        build_engine(model_called(target_folder, shipping), config_for(target_folder, "auto"))
 
 
 @pytest.mark.embedded

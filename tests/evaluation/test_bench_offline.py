@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 from byte_tokenizers import byte_level_backend
+from drafter_cases import FIXTURES, copy_checkpoint
 from tiny_models import make_model
+from toys import WordTokenizer
 
 from dspark.cli import main
 from dspark.config import EngineConfig
+from dspark.engine import build
 from dspark.errors import ConfigError
 from dspark.evaluation.bench_offline import BenchConfig, run_bench
 from dspark.evaluation.prompts import PromptRecord
+from dspark.models import shipped_drafters
+from dspark.models.model_source import resolve_model
 
 PROMPTS = [PromptRecord(prompt=text) for text in ("abcabcabc", "a longer prompt of other words", "x")]
 
@@ -93,3 +100,23 @@ def test_sampled_answers_are_compared_when_they_are_seeded(model_folder):
 def test_a_bench_that_measures_nothing_is_refused(settings):
     with pytest.raises(ConfigError):
         BenchConfig(**settings)
+
+
+def test_the_shipped_drafter_is_measured_alone_and_with_ngram_under_the_names_given(tmp_path, monkeypatch, capsys):
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(FIXTURES / "tiny_target" / name, target)
+    WordTokenizer(256).backend.save(str(target / "tokenizer.json"))
+    copy_checkpoint("deepspec_vanilla", tmp_path / "package" / "tiny")
+    monkeypatch.setattr(shipped_drafters, "SHIPPED_FOLDER", tmp_path / "package")
+    monkeypatch.setattr(shipped_drafters, "SHIPPED_DRAFTERS", {"identity": "tiny"})
+    monkeypatch.setattr(build, "resolve_model", lambda name: replace(resolve_model(name), gguf_sha256="identity"))
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "t1"}\n{"prompt": "t2"}\n')
+    argv = ["bench", "--model", str(target), "--prompts", str(path), "--concurrency", "1", "--max-tokens", "6"]
+    drafters = ["none", "ngram", "dspark", "dspark+ngram"]
+    assert main([*argv, "--repeats", "1", "--drafters", ",".join(drafters)]) == 0
+    runs = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    assert {run["drafter"]: run["identical_to_plain"] for run in runs} == dict.fromkeys(drafters, 1.0)
+    assert all(run["acceptance_rate"] is not None for run in runs if run["drafter"].startswith("dspark"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from toys import WordTokenizer
 
@@ -22,8 +24,40 @@ def test_both_keys_and_blank_lines_are_read(tmp_path):
     assert [r.token_ids(WordTokenizer(16)) for r in records] == [[1], [2]]
 
 
+class ChatTokenizer(WordTokenizer):
+    has_chat_template = True
+
+    def render_chat(self, messages, *, add_generation_prompt=True, template_kwargs=None):
+        return [len(messages), len((template_kwargs or {}).get("tools", ()))]
+
+
+def test_conversations_and_token_ids_are_prompts_without_their_answers(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [
+        {"messages": turns},
+        {"messages": [*turns, *turns], "tools": [{}, {}]},
+        {"prompt_ids": [5, 6], "response_ids": [7], "user": "a"},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert [r.token_ids(ChatTokenizer(16)) for r in load_prompts(path)] == [[1, 0], [3, 2], [5, 6]]
+
+
 @pytest.mark.parametrize(
-    "line", ["nonsense", "[]", "{}", '{"prompt": ""}', '{"prompt": 3}', '{"turns": []}', '{"turns": [1]}']
+    "line",
+    [
+        "nonsense",
+        "[]",
+        "{}",
+        '{"prompt": ""}',
+        '{"prompt": 3}',
+        '{"turns": []}',
+        '{"turns": [1]}',
+        '{"messages": []}',
+        '{"messages": [1]}',
+        '{"prompt_ids": [1.5]}',
+        '{"messages": [{"role": "assistant"}]}',
+    ],
 )
 def test_a_wrong_line_is_named(tmp_path, line):
     path = tmp_path / "prompts.jsonl"

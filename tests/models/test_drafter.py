@@ -14,7 +14,7 @@ from dspark.errors import ConfigError
 from dspark.models.drafter import Drafter
 from dspark.models.drafter_attention import DraftRow
 from dspark.models.drafter_config import DrafterConfig, check_num_draft_tokens
-from dspark.models.drafter_module import DrafterModule
+from dspark.models.drafter_module import DrafterModule, attention_calls
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 KINDS: dict[str, dict[str, Any]] = {
@@ -110,13 +110,14 @@ def test_a_causal_block_sees_earlier_slots_only(is_causal: bool, unchanged: list
     tensors = make_tensors(config)
     module = DrafterModule.from_tensors(config, tensors)
     layer = module.layers[0]
-    context, visible = torch.zeros(1, 64), torch.zeros((1, 1), dtype=torch.bool)
+    context = torch.zeros(1, 64)
+    calls = attention_calls(torch.zeros((1, 1), dtype=torch.bool), 4, is_causal=is_causal)
     phases = module._phases(torch.arange(4))
     block = torch.randn((1, 4, 64), generator=torch.Generator().manual_seed(1))
     changed = block.clone()
     changed[0, 2] += 1.0
     with torch.no_grad():
-        before, after = (layer(x, context, phases, module._phases(torch.arange(1)), visible) for x in (block, changed))
+        before, after = (layer(x, context, phases, module._phases(torch.arange(1)), calls) for x in (block, changed))
     assert [torch.equal(before[0, slot], after[0, slot]) for slot in range(4)] == unchanged
 
 

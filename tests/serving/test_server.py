@@ -258,7 +258,10 @@ def start_call(url: str, max_tokens: int) -> tuple[threading.Thread, dict[str, A
 
     thread = threading.Thread(target=call)
     thread.start()
-    time.sleep(0.2)
+    deadline = time.monotonic() + 20
+    while 'vllm:num_requests_running{model_name="toy"} 1.0' not in (metrics := httpx.get(f"{url}/metrics").text):
+        assert time.monotonic() < deadline, metrics
+        time.sleep(0.01)
     return thread, result
 
 

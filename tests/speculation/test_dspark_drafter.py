@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from drafter_cases import FIXTURES, draft_with_module, load_module
 from dspark_bench import VOCAB, fresh_context, fresh_greedy_draft, make_drafter, stored_drafter, target_taps
 
 from dspark.models.drafter import Drafter
@@ -214,3 +215,96 @@ def test_a_step_that_commits_nothing_is_fine():
 @pytest.mark.parametrize(("limit", "length"), [(20, 4), (13, 2), (11, 0), (5, 0)])
 def test_a_text_near_the_drafters_limit_gets_shorter_drafts_then_none(limit, length):
     assert len(draft_one(make_drafter(max_position=limit)).token_ids) == length
+
+
+# -- rounds in which not everybody drafts, and confidences -------------------------------------------------------
+
+THREE = {"a": TEXT, "b": OTHER, "c": TEXT[:7]}
+WITH_HEAD = ("deepspec_vanilla", "deepspec_gated", "deepspec_dflash", "speculators_anchor", "speculators_fill_in")
+
+
+def contexts_of_three(pages, **fields) -> list[DraftContext]:
+    return [context_of(text, pages[i], request_id=i, **fields) for i, text in THREE.items()]
+
+
+@pytest.mark.parametrize("chosen", [[0, 1, 2], [1], [2, 0], []])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_a_chosen_request_gets_the_draft_it_would_have_got_among_all(head, chosen):
+    proposer, pages = proposer_with(make_drafter(markov_head_type=head), THREE)
+    contexts = contexts_of_three(pages, sampling=SAMPLED)
+    everybodys = proposer.propose(contexts)
+    drafts = proposer.begin(contexts).draft(chosen)
+    assert [d.token_ids for d in drafts] == [everybodys[i].token_ids for i in chosen]
+    for draft, i in zip(drafts, chosen, strict=True):
+        torch.testing.assert_close(draft.probs, everybodys[i].probs, atol=1e-6, rtol=1e-5)
+
+
+def test_the_vocabulary_and_the_sequential_head_are_computed_for_chosen_requests_only(monkeypatch):
+    drafter = make_drafter()
+    proposer, pages = proposer_with(drafter, THREE)
+    num_rows = []
+    original = Drafter.with_base_logits
+    monkeypatch.setattr(
+        Drafter,
+        "with_base_logits",
+        lambda self, hidden, **more: num_rows.append(hidden.shape[0]) or original(self, hidden, **more),
+    )
+    drafting = proposer.begin(contexts_of_three(pages))
+    drafting.first_confidences()
+    assert num_rows == []
+    drafting.draft([2])
+    assert num_rows == [1]
+
+
+@pytest.mark.parametrize("name", WITH_HEAD)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_confidences_are_those_of_the_training_module_along_the_drawn_tokens(name, sampling):
+    drafter, module = stored_drafter(name), load_module(FIXTURES / name)
+    draft = draft_one(drafter, sampling=sampling, length=7)
+    assert draft.confidences.shape == (7,) and draft.confidences.dtype == torch.float32
+    expected = draft_with_module(
+        module,
+        target_taps(TEXT[:-1], drafter.config.tap_ids),
+        torch.arange(len(TEXT) - 1),
+        torch.tensor(TEXT[-1:]),
+        torch.tensor([len(TEXT) - 1]),
+        forced=torch.tensor([draft.token_ids]),
+    )
+    torch.testing.assert_close(draft.confidences, expected.confidence_logits[0].sigmoid(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", WITH_HEAD)
+def test_the_first_confidences_of_a_round_are_known_before_anything_is_drawn(name):
+    proposer, pages = proposer_with(stored_drafter(name), THREE)
+    drafting = proposer.begin(contexts_of_three(pages))
+    stated = drafting.first_confidences()
+    drafts = drafting.draft([0, 1, 2])
+    assert proposer.has_confidences
+    assert stated == pytest.approx([draft.confidences[0].item() for draft in drafts], abs=1e-6)
+    assert len(set(stated)) == 3
+
+
+def test_a_shorter_part_of_a_draft_keeps_its_confidences():
+    draft = draft_one(stored_drafter("deepspec_vanilla"), sampling=SAMPLED, length=5)
+    assert torch.equal(draft.prefix(2).confidences, draft.confidences[:2])
+    assert draft.prefix(2).probs.shape == (2, VOCAB)
+
+
+def test_a_drafter_without_a_confidence_head_states_none():
+    drafter = stored_drafter("deepspec_dflash_noconf")
+    assert not proposer_with(drafter, {"a": TEXT})[0].has_confidences
+    assert draft_one(drafter).confidences is None
+
+
+def test_a_request_that_gets_no_draft_has_confidence_zero():
+    """One past the drafter's limit, one whose context is not a number."""
+    drafter = make_drafter(max_position=10)
+    proposer, pages = proposer_with(drafter, {"a": TEXT, "b": OTHER, "c": OTHER})
+    nan = torch.full((1, drafter.config.feature_size), float("nan"))
+    proposer.take_features(committed(nan, torch.tensor([1]), torch.tensor([129])))
+    contexts = [context_of(t, pages[i], request_id=i) for i, t in zip("abc", (TEXT, OTHER, OTHER), strict=True)]
+    drafting = proposer.begin(contexts)
+    confidences = drafting.first_confidences()
+    assert (confidences[0], confidences[2]) == (0.0, 0.0)
+    assert confidences[1] > 0
+    assert [len(draft.token_ids) for draft in drafting.draft([0, 1, 2])] == [0, 4, 0]

@@ -132,3 +132,48 @@ def test_a_released_request_leaves_nothing_behind():
 def test_a_draft_is_repeated_when_nothing_was_committed():
     proposer, token_ids = NgramProposer(), [1, 2, 3, 4, 1, 2]
     assert propose(proposer, token_ids) == propose(proposer, token_ids) == [3, 4, 1, 2, 3]
+
+
+def find(token_ids, **fields):
+    return NgramProposer(max_ngram=4, min_ngram=2).find_match(context(token_ids, **fields))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_matched", "period", "is_contested"),
+    [
+        ([1, 2, 7, 1, 2], 2, 3, False),
+        ([1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5], 5, 6, False),
+        ([*range(20), 77, *range(20)], 16, 21, False),
+        ([5, 1, 2, 3, 9, 1, 2, 3, 4, 8, 5, 1, 2, 3], 4, 10, True),
+        ([1, 2, 3, 1, 2, 3, 1], 4, 3, False),
+        ([7, 7, 7], 2, 1, False),  # the whole text before the match is matched
+    ],
+)
+def test_a_match_says_how_far_back_it_reaches_and_whether_shorter_suffixes_disagree(
+    text, num_matched, period, is_contested
+):
+    match = find(text)
+    assert (match.num_matched, match.period, match.is_contested) == (num_matched, period, is_contested)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_periodic"),
+    [
+        ([1, 2, 3, 1, 2, 3], False),  # three tokens
+        ([1, 2, 3, 1, 2, 3, 1], True),
+        ([4] * 5, True),
+        ([1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5], False),  # 5 of a period of 6
+        ([1, 2, 3, 4, 5, 9, 1, 2, 3, 4, 5, 9], True),
+    ],
+)
+def test_a_text_is_periodic_once_a_whole_period_and_four_tokens_were_repeated(text, is_periodic):
+    assert find(text).is_periodic == is_periodic
+
+
+def test_a_text_without_repetition_has_no_match():
+    assert find([1, 2, 3]) is None
+
+
+def test_a_matchs_draft_is_what_is_proposed():
+    text = [5, 1, 2, 3, 9, 1, 2, 3, 4, 8, 5, 1, 2, 3]
+    assert find(text).draft.token_ids == propose(NgramProposer(), text)

@@ -116,6 +116,7 @@ def test_an_answer_beyond_max_length_counts_as_none(tmp_path: Path, tokenizer: T
         ('{"prompt_ids": [-1], "response_ids": [1]}', "prompt_ids must be a list of token ids"),
         ('{"prompt_ids": [1], "response_ids": [264]}', "token id 264 is outside the target's vocabulary of 264"),
         ('{"messages": "hi"}', "messages must be a list of objects"),
+        ('{"prompt_ids": [1], "response_ids": [2], "temperature": "0"}', r"temperature \('0'\) must be a number"),
     ],
 )
 def test_wrong_records_are_refused_by_line(tmp_path: Path, tokenizer: Tokenizer, text: str, message: str) -> None:

@@ -19,13 +19,18 @@ from dspark.models.decoder import Decoder
 from dspark.models.drafter import load_drafter
 from dspark.models.drafter_attention import DraftRow
 from dspark.models.drafter_module import DrafterModule
+from dspark.speculation.round_counts import RoundCounts
 from dspark.training.checkpoint import load_module
 from dspark.training.dataset import Conversation
 from dspark.training.evaluate import (
+    Evaluation,
+    ReliabilityBin,
     evaluate,
     evaluate_drafter,
     expected_auc,
     expected_calibration_error,
+    reliability_bins,
+    to_json,
 )
 from dspark.training.features import Features, OnlineFeatures
 from dspark.training.trainer import train
@@ -155,7 +160,63 @@ def test_a_text_shorter_than_a_block_has_rates_but_no_length() -> None:
 def test_calibration_error_is_the_mean_gap_of_bins() -> None:
     confidence = np.array([0.05, 0.05, 0.95, 0.95])
     acceptance = np.array([0.0, 0.3, 0.95, 0.75])
-    assert expected_calibration_error(confidence, acceptance) == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
+    bins = reliability_bins(confidence, acceptance)
+    assert [(one.confidence, one.acceptance, one.num_slots) for one in bins] == [
+        (pytest.approx(0.05), pytest.approx(0.15), 2),
+        (pytest.approx(0.95), pytest.approx(0.85), 2),
+    ]
+    assert expected_calibration_error(bins) == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
+
+
+def make_evaluation(bins: tuple[ReliabilityBin, ...], rounds: dict[str, RoundCounts]) -> Evaluation:
+    return Evaluation(
+        num_conversations=1, num_blocks=1, num_full_blocks=1, num_slots=(1,), accepted_length=1.5,
+        greedy_accepted_length=1.5, acceptance=(0.5,), greedy_acceptance=(0.5,), confidence_ece=0.1,
+        confidence_auc=None, reliability=bins, rounds=rounds,
+    )  # fmt: skip
+
+
+def test_results_of_files_are_joined_by_slots_and_by_rounds() -> None:
+    counts = [RoundCounts(num_texts=1, num_rounds=n, num_emitted=2 * n, reached=[n], accepted=[n]) for n in (1, 3)]
+    bins = [ReliabilityBin(confidence=c, acceptance=a, num_slots=n) for c, a, n in ((0.41, 0.2, 1), (0.45, 0.4, 3))]
+    joined = to_json(
+        {
+            "a": make_evaluation((bins[0],), {"0": counts[0], "1": RoundCounts()}),
+            "b": make_evaluation((bins[1],), {"0": counts[1], "1": RoundCounts()}),
+        }
+    )
+    (reliability,) = joined["reliability"]
+    assert reliability == {"confidence": pytest.approx(0.44), "acceptance": pytest.approx(0.35), "num_slots": 4}
+    assert joined["temperatures"].keys() == {"0"}  # nothing was simulated at temperature 1
+    assert joined["temperatures"]["0"]["all"]["num_rounds"] == 4
+    assert joined["temperatures"]["0"]["tasks"]["b"]["num_rounds"] == 3
+    assert joined["files"]["a"]["rounds"]["1"]["accepted_length"] is None
+    json.dumps(joined)
+
+
+def test_serving_is_simulated_along_texts_of_each_temperature(
+    target_folder: Path, decoder: Decoder, overfitted: Path, tmp_path: Path
+) -> None:
+    """Greedy answers, with and without saying so, and others: one said to be of temperature 1, two of neither."""
+    greedy, other = answer(decoder, [7, 8, 9], 12), [5, 4, 3, 2, 1, 0] * 2
+    records = [
+        {"prompt_ids": [7, 8, 9], "response_ids": ids} | extra
+        for ids, extra in (
+            (greedy, {}),
+            (greedy, {"temperature": 0.0}),
+            (greedy, {"temperature": 0.6}),
+            (other, {"temperature": 1}),
+            (other, {}),
+        )
+    ]
+    path = str(write_records(tmp_path / "mixed.jsonl", records))
+    rounds = evaluate(overfitted, [path], target=str(target_folder))[path].rounds
+    assert rounds is not None
+    assert (rounds["0"].num_texts, rounds["0"].num_emitted) == (2, 22)
+    assert (rounds["1"].num_texts, rounds["1"].num_emitted) == (1, 11)
+    fewer = evaluate(overfitted, [path], target=str(target_folder), num_round_texts=1)[path].rounds
+    assert fewer is not None
+    assert (fewer["0"].num_texts, fewer["1"].num_texts) == (1, 1)
 
 
 def test_auc_is_the_exact_expectation_over_outcomes() -> None:
@@ -176,9 +237,11 @@ def test_the_verb_measures_each_file_and_ends_with_json(
     out = capsys.readouterr().out
     assert status == 0
     assert "length T=1" in out
-    result = json.loads(out.splitlines()[-1])[str(data)]
-    assert result["num_conversations"] == 3
-    assert len(result["acceptance"]) == 3
+    result = json.loads(out.splitlines()[-1])
+    assert result["kind"] == "offline"
+    assert result["files"][str(data)]["num_conversations"] == 3
+    assert len(result["files"][str(data)]["acceptance"]) == 3
+    assert result["temperatures"]["0"]["tasks"][str(data)]["num_texts"] == 3  # the data do not say that they are greedy
 
 
 def test_only_held_out_conversations_can_be_measured(target_folder: Path, data: Path, overfitted: Path) -> None:

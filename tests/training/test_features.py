@@ -203,3 +203,14 @@ def test_interrupted_normalizers_go_on_at_whole_groups_and_end_up_the_same(
     caches[0].fill_log_normalizers(counting)
     assert path.read_bytes() == whole == (tmp_path / "b" / "log_normalizers.bin").read_bytes()
     assert sum(num_rows) == sum(c.num_tokens for c in CONVERSATIONS) - 16
+
+
+def test_complete_normalizers_are_left_alone(tmp_path: Path, decoder: Decoder) -> None:
+    cache = make_cache(tmp_path / "cache")
+    cache.fill(online(decoder))
+    cache.fill_log_normalizers(decoder.compute_logits)
+
+    def refuse(hidden: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("nothing is missing")
+
+    cache.fill_log_normalizers(refuse)

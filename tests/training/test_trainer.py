@@ -25,6 +25,7 @@ from dspark.models.drafter import load_drafter
 from dspark.training import checkpoint
 from dspark.training.checkpoint import step_folders
 from dspark.training.config import TrainConfig
+from dspark.training.evaluate import evaluate
 from dspark.training.trainer import interrupt_flag, train
 
 
@@ -258,6 +259,33 @@ def test_the_plain_parallel_baseline_is_rank_0(
     drafter = load_drafter(result.checkpoint, decoder, tokenizer_size=262)
     assert drafter.config.markov_rank == 0
     assert not drafter.config.confidence_uses_markov
+
+
+BASELINE = {"architecture": "autoregressive", "num_layers": 1, "markov_rank": 0, "has_confidence_head": False}
+
+
+def test_the_autoregressive_baseline_trains_resumes_and_is_measured(
+    target_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    changes = BASELINE | {"max_steps": 20, "draft_vocab_size": 200, "hold_out_fraction": 0.2}
+    whole = train(settings(target_folder, data, tmp_path / "whole", **changes), show_progress=False)
+    train(settings(target_folder, data, tmp_path / "halves", **changes, stop_at_step=10), show_progress=False)
+    rest = train(settings(target_folder, data, tmp_path / "halves", **changes, resume=True), show_progress=False)
+    assert_same_weights(whole.checkpoint, rest.checkpoint)
+    lines = read_log(tmp_path / "whole")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    (held_out,) = (line["held_out"] for line in lines if "held_out" in line)
+    assert held_out["accepted_length"] > 1
+    (measured,) = evaluate(whole.checkpoint, [str(data)], target=str(target_folder)).values()
+    assert measured.num_blocks > 0
+
+
+def test_the_autoregressive_baseline_has_one_layer_and_no_heads(
+    target_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"one layer and no heads, not num_layers 2, markov_rank 0, "):
+        settings(target_folder, data, tmp_path, **BASELINE | {"num_layers": 2})
 
 
 # PyTorch says that its normalisation does not take the fused path for mixed types.

@@ -1,0 +1,208 @@
+"""Plots of evaluation results, served or simulated: accepted length by task, acceptance by position, reliability.
+
+A result is the JSON line that `dspark evaluate` ends with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dspark.errors import ConfigError, DsparkError
+
+SUFFIXES = (".svg", ".png")
+# Okabe and Ito's colours, which people with any colour vision tell apart; markers say the same once more.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_HATCHES = ("", "///", "...", "xxx")  # by temperature
+_LINES = ("-", "--", ":", "-.")
+_STYLE: Any = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",  # text stays text: small, searchable
+    "svg.hashsalt": "dspark",  # the same results give the same file
+}
+_ALL = "all tasks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Series:
+    """One drafter at one temperature: `by_task` holds what `RoundCounts.to_json` writes."""
+
+    name: str
+    number: int  # of the drafter
+    temperature: str
+    style: int  # of the temperature
+    by_task: dict[str, dict[str, Any]]
+    total: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, T={self.temperature}"
+
+
+def check_plot_path(path: Path) -> None:
+    """Raise `ConfigError` for a file that no plot can be written to, before anything is measured."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path} must end in .svg or .png, not {path.suffix or 'nothing'}; rename it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the folder of {path} does not exist; make it or name another file")
+
+
+def load_result(path: Path) -> dict[str, Any]:
+    """Read a saved result: the last line of what `dspark evaluate` printed. Raises `DsparkError` naming the file."""
+    try:
+        lines = path.read_text(encoding="utf-8").strip().splitlines()
+        result = json.loads(lines[-1]) if lines else None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DsparkError(f"cannot read a result from {path}: {error}; save what dspark evaluate prints") from error
+    if not isinstance(result, dict) or not {"drafter", "temperatures"} <= result.keys():
+        raise DsparkError(f"{path} does not end with a result of dspark evaluate; save what it prints")
+    return result
+
+
+def plot_results(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draw results by name of their drafter into an SVG or PNG file. Raises `DsparkError` when it cannot be written."""
+    check_plot_path(path)
+    series = _series(results)
+    if not series:
+        raise DsparkError(f"{', '.join(results)} hold no rounds to plot; evaluate texts of temperature 0 or 1")
+    bins = {name: result["reliability"] for name, result in results.items() if result.get("reliability")}
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(11.5 if bins else 8.5, 3.6), layout="constrained")
+        axes = figure.subplots(1, 3 if bins else 2, width_ratios=(1.5, 1.2, 1) if bins else (1.4, 1)).tolist()
+        _draw_lengths(axes[0], series)
+        _draw_acceptance(axes[1], series)
+        if bins:
+            _draw_reliability(axes[2], bins)
+        try:
+            # Neither the day nor the program's version, so that a redrawn plot differs only where its figures do.
+            figure.savefig(path, dpi=150, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
+        except OSError as error:
+            raise DsparkError(f"cannot write the plot {path}: {error}; name another file") from error
+
+
+def _series(results: Mapping[str, Mapping[str, Any]]) -> list[_Series]:
+    temperatures = sorted({t for result in results.values() for t in result["temperatures"]}, key=float)
+    series = []
+    for number, (name, result) in enumerate(results.items()):
+        for temperature, measured in result["temperatures"].items():
+            names = _task_names(list(measured["tasks"]))
+            tasks = {names[task]: counts for task, counts in measured["tasks"].items() if counts["num_rounds"]}
+            if tasks:
+                style = temperatures.index(temperature)
+                series.append(
+                    _Series(
+                        name=name,
+                        number=number,
+                        temperature=temperature,
+                        style=style,
+                        by_task=tasks,
+                        total=measured["all"],
+                    )
+                )
+    return series
+
+
+def _task_names(files: Sequence[str]) -> dict[str, str]:
+    """Return what to call each file: its stem (its path is nobody's business), numbered where several share one."""
+    stems = [Path(file).stem for file in files]
+    return {
+        file: stem if stem not in stems[:index] else f"{stem} ({stems[: index + 1].count(stem)})"
+        for index, (file, stem) in enumerate(zip(files, stems, strict=True))
+    }
+
+
+def _draw_lengths(axes: Axes, series: Sequence[_Series]) -> None:
+    tasks = list(dict.fromkeys(task for one in series for task in one.by_task))
+    tasks += [_ALL] if len(tasks) > 1 else []
+    width = 0.84 / len(series)
+    for index, one in enumerate(series):
+        values = one.by_task | {_ALL: one.total}
+        places = [p for p, task in enumerate(tasks) if task in values]
+        heights = [values[tasks[p]]["accepted_length"] for p in places]
+        bars = axes.bar(
+            [p + (index - (len(series) - 1) / 2) * width for p in places],
+            heights,
+            width * 0.92,
+            color=_COLOURS[one.number % len(_COLOURS)],
+            hatch=_HATCHES[one.style % len(_HATCHES)],
+            edgecolor="white",
+            linewidth=0,
+            label=one.label,
+        )
+        if len(series) * len(tasks) <= 16:  # more would run into each other
+            axes.bar_label(bars, fmt="%.2f", padding=1, fontsize=7)
+    axes.axhline(1, color="0.4", linewidth=0.8)
+    axes.set_xticks(range(len(tasks)), tasks, rotation=20 if len(tasks) > 6 else 0)
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.12)
+    axes.set_ylabel("tokens per round")
+    axes.set_title("Accepted length with the bonus token (line: plain decoding)")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.16))
+
+
+def _draw_acceptance(axes: Axes, series: Sequence[_Series]) -> None:
+    """Draw a line per drafter and temperature, or per task where there is one drafter at one temperature."""
+    lines = [(one.label, one.number, one.style, one.total) for one in series]
+    if len(series) == 1:
+        lines = [(task, number, 0, counts) for number, (task, counts) in enumerate(series[0].by_task.items())]
+    longest = 1
+    for label, number, style, counts in lines:
+        rates = counts["conditional_acceptance"]
+        places = [k for k, rate in enumerate(rates) if rate is not None]
+        if not places:
+            continue  # plain decoding proposes nothing
+        longest = max(longest, places[-1] + 1)
+        axes.plot(
+            [k + 1 for k in places],
+            [rates[k] for k in places],
+            color=_COLOURS[number % len(_COLOURS)],
+            linestyle=_LINES[style % len(_LINES)],
+            marker=_MARKERS[number % len(_MARKERS)],
+            markersize=4,
+            label=label,
+        )
+    axes.set_ylim(0, 1.02)
+    axes.set_xlim(0.7, longest + 0.3)
+    axes.set_xticks(range(1, longest + 1))
+    axes.set_xlabel("position in the draft")
+    axes.set_ylabel("accepted, given all before it")
+    axes.set_title("Acceptance by position")
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left", bbox_to_anchor=(0, -0.16))
+
+
+def _draw_reliability(axes: Axes, bins: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+    axes.plot([0, 1], [0, 1], color="0.4", linewidth=0.8)
+    for number, (name, points) in enumerate(bins.items()):
+        total = sum(point["num_slots"] for point in points)
+        colour = _COLOURS[number % len(_COLOURS)]
+        confidences, rates = ([point[key] for point in points] for key in ("confidence", "acceptance"))
+        axes.plot(confidences, rates, color=colour, linewidth=1, label=name)
+        axes.scatter(
+            confidences,
+            rates,
+            s=[8 + 120 * point["num_slots"] / total for point in points],
+            color=colour,
+            marker=_MARKERS[number % len(_MARKERS)],
+            alpha=0.7,
+        )
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("confidence")
+    axes.set_ylabel("accepted")
+    axes.set_title("Reliability (size: number of slots)")
+    if len(bins) > 1:
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
