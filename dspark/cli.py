@@ -12,10 +12,13 @@ from typing import Any
 
 from dspark import __version__
 from dspark.cli_evaluation import (
+    CALIBRATE_TEXT,
     EVALUATE_TEXT,
     PLOT_TEXT,
+    add_calibrate_flags,
     add_evaluate_flags,
     add_plot_flags,
+    run_calibrate,
     run_evaluate,
     run_plot,
 )
@@ -90,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     own_verbs = (_add_serve, _add_generate, _add_bench, _add_fetch)
-    for add_verb in (*own_verbs, _add_regenerate, _add_train, _add_evaluate, _add_plot, _add_export):
+    for add_verb in (*own_verbs, _add_regenerate, _add_train, _add_evaluate, _add_calibrate, _add_plot, _add_export):
         add_verb(verbs)
     return parser
 
@@ -170,6 +173,10 @@ def _add_train(verbs: Any) -> None:
 
 def _add_evaluate(verbs: Any) -> None:
     add_evaluate_flags(_add_verb(verbs, "evaluate", run_evaluate, EVALUATE_TEXT))
+
+
+def _add_calibrate(verbs: Any) -> None:
+    add_calibrate_flags(_add_verb(verbs, "calibrate", run_calibrate, CALIBRATE_TEXT))
 
 
 def _add_plot(verbs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The verbs `dspark evaluate` and `dspark plot`: their flags, and what they print."""
+"""The verbs `dspark evaluate`, `calibrate` and `plot`: their flags, and what they print."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ EVALUATE_TEXT = (
 PLOT_TEXT = (
     "Draw results of dspark evaluate, those of several drafters side by side: accepted length by task, acceptance by "
     "position, reliability of the confidence."
+)
+CALIBRATE_TEXT = (
+    "Fit a drafter's confidences to what is accepted (Sequential Temperature Scaling), on rounds along conversations "
+    "that its target wrote and that it was not trained on. Writes sts.json, which serving reads beside the drafter; "
+    "prints temperatures and calibration errors by position, and the file."
 )
 # Flags of one of the two ways to measure; the other refuses them.
 _OFFLINE = ("held_out", "num_sequences", "num_anchors", "num_round_texts", "max_length")
@@ -69,6 +74,28 @@ def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     add(served, "--verification", SpeculationConfig.verification, "rule for unseeded requests", choices=VERIFICATIONS)
 
 
+def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `dspark calibrate`."""
+    parser.add_argument("drafter", help="folder of the drafter")
+    parser.add_argument("data", nargs="+", metavar="FILE", help="JSON lines, conversations as for dspark train")
+    parser.add_argument("--target", default=DEFAULT_MODEL, help="as for serve --model")
+    parser.add_argument("--device", default="cpu", help="torch device")
+    parser.add_argument(
+        "--held-out", type=float, metavar="FRACTION",
+        help="only what a training run with this --hold-out-fraction held out (None: all conversations)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temperatures", type=_temperatures, default=(0.0, 1.0), help="use the texts of these: 0, 1 or both"
+    )
+    parser.add_argument("--num-sequences", type=int, help="conversations of each file at most (None: all)")
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens of a conversation; longer ones are cut")
+    parser.add_argument("--seed", type=int, default=0, help="of the drafts at temperature 1")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="None: sts.json in the drafter's folder, replaced")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw reliability by position, before and after, as .svg or .png"
+    )
+
+
 def add_plot_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `dspark plot`."""
     parser.add_argument(
@@ -93,6 +120,38 @@ def run_evaluate(args: argparse.Namespace) -> int:
     # Not through the console, which would wrap it.
     print(json.dumps(result))
     return int(num_failed > 0)
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Calibrate as the flags say; write the file, and print what it says and where it is."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dspark.evaluation.bench_offline import machine_description
+    from dspark.evaluation.plots import check_plot_path, plot_calibration
+    from dspark.models.drafter_calibration import CALIBRATION
+    from dspark.training.calibrate import calibrate_drafter, print_calibration, write_calibration
+
+    output = Path(args.drafter) / CALIBRATION if args.output is None else args.output
+    _check_calibrate_flags(args, output)
+    if args.plot is not None:
+        check_plot_path(args.plot)
+    with Progress(console=_status(), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("Simulating rounds", total=None)
+        calibration = calibrate_drafter(
+            Path(args.drafter), args.data,
+            target=args.target, held_out_only=args.held_out, temperatures=args.temperatures,
+            num_sequences=args.num_sequences, max_length=args.max_length, seed=args.seed, device=args.device,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    dataset = ", ".join(Path(name).name for name in args.data)
+    made_by = {"dataset": dataset, "command": ["dspark", *sys.argv[1:]], "seed": args.seed}
+    write_calibration(output, calibration.to_json() | made_by | {"machine": machine_description()})
+    if args.plot is not None:
+        plot_calibration(calibration, args.plot)
+    print_calibration(calibration, Console(width=None if sys.stdout.isatty() else 160))
+    print(output)
+    return 0
 
 
 def run_plot(args: argparse.Namespace) -> int:
@@ -193,6 +252,19 @@ def _check_flags(args: argparse.Namespace) -> None:
         value = getattr(args, name, low)
         if value < low:
             raise DsparkError(f"--{name.replace('_', '-')} ({value}) must be at least {low}; raise it")
+
+
+def _check_calibrate_flags(args: argparse.Namespace, output: Path) -> None:
+    if not Path(args.drafter).is_dir():
+        raise DsparkError(f"the drafter ({args.drafter}) is not a folder; give the folder of a trained drafter")
+    if output.is_dir() or not output.parent.is_dir():
+        raise DsparkError(f"--output ({output}) is a folder or in none that exists; name a file, or make its folder")
+    for name in ("num_sequences", "max_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise DsparkError(f"--{name.replace('_', '-')} ({value}) must be at least 1; raise it")
+    for name in args.data:
+        _check_answers(name)
 
 
 def _check_answers(name: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 REGENERATE_TEXT = (
     "Let a model write the data its drafter is trained on: it answers prompts (JSON lines with prompt, turns, messages "
     "or prompt_ids), or user turns that it writes itself (--self-prompt). Token ids are kept exactly. Ctrl-C keeps "
-    "what is finished, and the same command goes on; neither that nor the batch changes an answer."
+    "what is finished, and the same command goes on; neither that nor the batch changes an answer, near-ties aside."
 )
 EXPORT_TEXT = (
     "Write a drafter for other engines, with what its files leave to the target filled in, and say how to serve it."
@@ -109,6 +109,10 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
         "--expand-vocabulary", action="store_true",
         help="let a drafter of a pruned vocabulary propose all ids, with the target's head rows for those it lacks",
     )  # fmt: skip
+    parser.add_argument(
+        "--without-head", action="store_true",
+        help="leave the head of a pruned vocabulary to the target: smaller files, which only dspark can serve",
+    )  # fmt: skip
     parser.add_argument("--drafter-layout", default="auto", choices=DRAFTER_LAYOUTS, help="how the drafter is read")
 
 
@@ -118,11 +122,14 @@ def run_export(args: argparse.Namespace) -> int:
 
     export = export_drafter(
         args.drafter, Path(args.output), layout=args.layout, target=args.target, dtype=args.dtype,
-        expand_vocabulary=args.expand_vocabulary, source_layout=args.drafter_layout,
+        expand_vocabulary=args.expand_vocabulary, without_head=args.without_head, source_layout=args.drafter_layout,
     )  # fmt: skip
     if export.note is not None:
         print(f"dspark: note: {export.note}", file=sys.stderr)
-    print(f"{export.folder}\n\nvLLM:\n{export.vllm_command}\n\nSGLang:\n{export.sglang_command}")
+    if args.without_head:
+        print(export.folder)
+    else:
+        print(f"{export.folder}\n\nvLLM:\n{export.vllm_command}\n\nSGLang:\n{export.sglang_command}")
     return 0
 
 

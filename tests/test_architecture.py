@@ -30,6 +30,9 @@ WITHOUT_TORCH = (
     "metrics",
     "cli",
     "training.config",
+    "speculation.calibration",
+    "speculation.capacity",
+    "speculation.prefix_scheduler",
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

@@ -1,13 +1,13 @@
 """Plots of evaluation results, served or simulated: accepted length by task, acceptance by position, reliability.
 
-A result is the JSON line that `dspark evaluate` ends with.
+A result is the JSON line that `dspark evaluate` ends with. Also plots of a calibration: reliability by position.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dspark.errors import ConfigError, DsparkError
+from dspark.speculation.calibration import Calibration, ReliabilityBin
 
 SUFFIXES = (".svg", ".png")
 # Okabe and Ito's colours, which people with any colour vision tell apart; markers say the same once more.
@@ -86,11 +87,44 @@ def plot_results(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         _draw_acceptance(axes[1], series)
         if bins:
             _draw_reliability(axes[2], bins)
-        try:
-            # Neither the day nor the program's version, so that a redrawn plot differs only where its figures do.
-            figure.savefig(path, dpi=150, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
-        except OSError as error:
-            raise DsparkError(f"cannot write the plot {path}: {error}; name another file") from error
+        _save(figure, path)
+
+
+def plot_calibration(calibration: Calibration, path: Path) -> None:
+    """Draw how reliable survivals are at each position, before and after; raises `DsparkError` as `plot_results`."""
+    check_plot_path(path)
+    num_positions = len(calibration.temperatures)
+    num_columns = min(num_positions, 4)
+    num_rows = -(-num_positions // num_columns)
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(2.9 * num_columns + 0.6, 2.8 * num_rows + 0.5), layout="constrained")
+        axes = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True, sharey=True).flatten().tolist()
+        for spare in axes[num_positions:]:
+            spare.remove()
+        for k in range(num_positions):
+            _draw_points(axes[k], "before", 1, _points(calibration.reliability_before[k]))
+            _draw_points(axes[k], "after", 0, _points(calibration.reliability_after[k]))
+            before, after = calibration.ece_before[k], calibration.ece_after[k]
+            _finish_reliability(axes[k], f"position {k + 1}: ECE {before:.1%}, after {after:.1%}")
+            if k + num_columns >= num_positions:
+                axes[k].set_xlabel("survival c_1 .. c_k as stated")
+                axes[k].tick_params(labelbottom=True)
+            if k % num_columns == 0:
+                axes[k].set_ylabel("survived")
+        axes[0].legend(frameon=False, fontsize=8, loc="upper left")
+        _save(figure, path)
+
+
+def _points(bins: Sequence[ReliabilityBin]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in bins]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        # Neither the day nor the program's version, so that a redrawn plot differs only where its figures do.
+        figure.savefig(path, dpi=150, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise DsparkError(f"cannot write the plot {path}: {error}; name another file") from error
 
 
 def _series(results: Mapping[str, Mapping[str, Any]]) -> list[_Series]:
@@ -185,24 +219,33 @@ def _draw_acceptance(axes: Axes, series: Sequence[_Series]) -> None:
 
 
 def _draw_reliability(axes: Axes, bins: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    axes.plot([0, 1], [0, 1], color="0.4", linewidth=0.8)
     for number, (name, points) in enumerate(bins.items()):
-        total = sum(point["num_slots"] for point in points)
-        colour = _COLOURS[number % len(_COLOURS)]
-        confidences, rates = ([point[key] for point in points] for key in ("confidence", "acceptance"))
-        axes.plot(confidences, rates, color=colour, linewidth=1, label=name)
-        axes.scatter(
-            confidences,
-            rates,
-            s=[8 + 120 * point["num_slots"] / total for point in points],
-            color=colour,
-            marker=_MARKERS[number % len(_MARKERS)],
-            alpha=0.7,
-        )
-    axes.set_xlim(0, 1)
-    axes.set_ylim(0, 1)
+        _draw_points(axes, name, number, points)
+    _finish_reliability(axes, "Reliability (size: number of slots)")
     axes.set_xlabel("confidence")
     axes.set_ylabel("accepted")
-    axes.set_title("Reliability (size: number of slots)")
     if len(bins) > 1:
         axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def _draw_points(axes: Axes, label: str, number: int, points: Sequence[Mapping[str, float]]) -> None:
+    """Draw one line of reliability, a point for each bin."""
+    total = sum(point["num_slots"] for point in points)
+    colour = _COLOURS[number % len(_COLOURS)]
+    confidences, rates = ([point[key] for point in points] for key in ("confidence", "acceptance"))
+    axes.plot(confidences, rates, color=colour, linewidth=1, label=label)
+    axes.scatter(
+        confidences,
+        rates,
+        s=[8 + 120 * point["num_slots"] / total for point in points],
+        color=colour,
+        marker=_MARKERS[number % len(_MARKERS)],
+        alpha=0.7,
+    )
+
+
+def _finish_reliability(axes: Axes, title: str) -> None:
+    axes.plot([0, 1], [0, 1], color="0.4", linewidth=0.8, zorder=0)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_title(title)

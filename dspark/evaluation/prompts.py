@@ -46,7 +46,9 @@ def load_prompts(source: Path | str) -> list[PromptRecord]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DsparkError(f"cannot read the prompt file {source}: {error}") from error
+        raise DsparkError(
+            f"cannot read the prompt file {source}: {error}; give a file of JSON lines, or {' or '.join(BUILT_IN)}"
+        ) from error
     records = [_parse(line, f"{source}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise DsparkError(

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.errors import CheckpointError
 from dspark.models.autoregressive_module import AutoregressiveModule
 from dspark.models.decoder import Decoder
 from dspark.models.drafter_checkpoint import DRAFT_TO_TARGET, EMBEDDING, HEAD, check_draft_ids, draft_target_ids
@@ -43,6 +44,13 @@ def save_autoregressive(folder: Path, module: AutoregressiveModule) -> None:
 def load_autoregressive(folder: Path, target: Decoder) -> AutoregressiveModule:
     """Read a baseline, with the embedding and head of its target. Raises `CheckpointError` naming what is wrong."""
     config = drafter_config_from(folder, layout=SPECULATORS)
+    own_sizes = (config.vocab_size, config.hidden_size)
+    target_sizes = (target.config.vocab_size, target.config.hidden_size)
+    if own_sizes != target_sizes:
+        raise CheckpointError(
+            f"vocabulary and hidden size of the baseline {own_sizes} are not those of the target {target_sizes}, whose "
+            "embedding it reads; use the target that it was trained for"
+        )
     shapes = {name: tuple(tensor.shape) for name, tensor in AutoregressiveModule(config).state_dict().items()}
     stored = CheckpointTensors(folder, canonical_name=lambda name: name)
     own = {name: shape for name, shape in shapes.items() if name not in (EMBEDDING, HEAD)}

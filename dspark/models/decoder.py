@@ -71,22 +71,25 @@ class Decoder:
         config = self.config
         assert all(EMBEDDING_TAP <= tap < config.num_layers for tap in tapped_layers), tuple(tapped_layers)
         assert batch.page_size == kv_cache.page_size, (batch.page_size, kv_cache.page_size)
+        num_tokens = batch.num_tokens
         hidden = self.embed(batch.input_ids)
+        if num_tokens < self.head.min_rows:  # rows of zeros stay zeros, or are nobody's
+            hidden = F.pad(hidden, (0, 0, 0, self.head.min_rows - num_tokens))
         taps = hidden.new_empty((batch.num_tokens, len(tapped_layers), config.hidden_size)) if tapped_layers else None
-        self._tap(taps, tapped_layers, EMBEDDING_TAP, hidden)
+        self._tap(taps, tapped_layers, EMBEDDING_TAP, hidden[:num_tokens])
         phases = {kind: rotary.phases(batch.positions) for kind, rotary in self._rotary.items()}
         plan = self._attention.plan(batch)
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer.input_norm(hidden), batch, kv_cache, plan, phases)
             if layer.post_attention_norm is not None:
                 attended = layer.post_attention_norm(attended)
-            hidden.add_(attended)
+            hidden[:num_tokens].add_(attended)
             transformed = layer.mlp(layer.mlp_norm(hidden))
             if layer.post_mlp_norm is not None:
                 transformed = layer.post_mlp_norm(transformed)
             hidden.add_(transformed)
-            self._tap(taps, tapped_layers, index, hidden)
-        return self._final_norm(hidden), None if taps is None else taps.flatten(1)
+            self._tap(taps, tapped_layers, index, hidden[:num_tokens])
+        return self._final_norm(hidden[:num_tokens]), None if taps is None else taps.flatten(1)
 
     __call__ = forward
 
@@ -117,16 +120,16 @@ class Decoder:
     def _attend(
         self,
         index: int,
-        hidden: Tensor,
+        hidden: Tensor,  # [T or more, D]
         batch: ForwardBatch,
         kv_cache: KVCache,
         plan: AttentionPlan,
         phases: dict[str, Tensor],
-    ) -> Tensor:
+    ) -> Tensor:  # [T, D]
         config = self.config
         layer = self._layers[index]
         num_rotated = config.num_heads + config.num_kv_heads
-        qkv = layer.qkv(hidden).view(batch.num_tokens, num_rotated + config.num_kv_heads, config.head_dim)
+        qkv = layer.qkv(hidden)[: batch.num_tokens].unflatten(1, (-1, config.head_dim))
         queries_keys = qkv[:, :num_rotated]
         if layer.head_norm is not None:
             queries_keys = layer.head_norm(queries_keys)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dspark.models.decoder import Decoder
 from dspark.models.drafter_attention import BlockAttention, BlockPlan, DraftRow
+from dspark.models.drafter_calibration import load_temperatures
 from dspark.models.drafter_checkpoint import (
     DRAFT_TO_TARGET,
     EMBEDDING,
@@ -63,14 +64,22 @@ class Drafter:
     """
 
     def __init__(
-        self, config: DrafterConfig, tensors: Mapping[str, Tensor], *, head: PackedLinear | None = None
+        self,
+        config: DrafterConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        head: PackedLinear | None = None,  # [Vd, D] in place of the stored one
+        temperatures: Sequence[float] | None = None,  # [K] of the confidence logits; None: not calibrated, all 1
     ) -> None:
-        """Take a completed checkpoint's tensors; `head` [Vd, D], if given, is used in place of the stored one."""
+        """Take a completed checkpoint's tensors."""
         self.config = config
         self.dtype = tensors["fc.weight"].dtype
         self.device = tensors["fc.weight"].device
         self.sequential_head = SequentialHead(config, tensors)
         self.target_ids = draft_target_ids(config, tensors)  # [Vd] int64; None: draft ids are target ids
+        temperatures = [1.0] * config.num_draft_tokens if temperatures is None else temperatures
+        assert len(temperatures) == config.num_draft_tokens, (temperatures, config.num_draft_tokens)
+        self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=self.device)
         self._embedding = tensors[EMBEDDING]
         self._head = PackedLinear(tensors[HEAD]) if head is None else head
         assert self._head.num_outputs == config.draft_vocab_size, (self._head.num_outputs, config.draft_vocab_size)
@@ -134,7 +143,12 @@ class Drafter:
 
     def first_confidences(self, hidden: Tensor, rows: Sequence[DraftRow]) -> Tensor:
         """Return c_1 of each row [R] float32 from `run_blocks`, before anything is drawn (Eq. 7)."""
-        return self.sequential_head.first_confidence_logits(hidden, self._anchor_ids(rows)).sigmoid()
+        logits = self.sequential_head.first_confidence_logits(hidden, self._anchor_ids(rows))
+        return self.confidences(logits[:, None])[:, 0]
+
+    def confidences(self, logits: Tensor) -> Tensor:
+        """Return the calibrated confidences c_1 .. c_k of the sequential head's logits [R, k] float32."""
+        return (logits / self._temperatures[: logits.shape[1]]).sigmoid()
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Map draft ids to target ids; apply it once, to what was drawn from the corrected logits."""
@@ -167,10 +181,12 @@ class Drafter:
 def load_drafter(folder: Path, target: Decoder, *, tokenizer_size: int, layout: str = "auto") -> Drafter:
     """Load the drafter in `folder` for `target`, in its type and on its device, sharing its embedding and head.
 
-    Raises `CheckpointError` for damaged files and for a drafter of another target; `tokenizer_size` ids must fit.
+    Its confidences are calibrated with the temperatures in the `sts.json` beside it, if there is one. Raises
+    `CheckpointError` for damaged files and for a drafter of another target; `tokenizer_size` ids must fit.
     """
     checkpoint = load_drafter_checkpoint(folder, dtype=target.dtype, device=target.device, layout=layout)
     check_target(checkpoint.config, target.config, tokenizer_size=tokenizer_size)
+    temperatures = load_temperatures(folder, num_draft_tokens=checkpoint.config.num_draft_tokens)
     with torch.inference_mode(False), torch.no_grad():
         checkpoint = fit_vocabulary(checkpoint.completed(target), target.config.vocab_size)
         tensors = checkpoint.tensors
@@ -178,7 +194,7 @@ def load_drafter(folder: Path, target: Decoder, *, tokenizer_size: int, layout: 
         if torch.equal(tensors[EMBEDDING], target.embedding):
             tensors[EMBEDDING] = target.embedding
         shares_head = torch.equal(tensors[HEAD], target.head_weight())
-        return Drafter(checkpoint.config, tensors, head=target.head if shares_head else None)
+        return Drafter(checkpoint.config, tensors, head=target.head if shares_head else None, temperatures=temperatures)
 
 
 def fit_vocabulary(checkpoint: DrafterCheckpoint, vocab_size: int) -> DrafterCheckpoint:

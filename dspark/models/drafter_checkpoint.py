@@ -22,7 +22,7 @@ from torch import Tensor
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.decoder import Decoder
 from dspark.models.drafter_config import DrafterConfig
-from dspark.models.drafter_formats import DEEPSPEC, config_json, drafter_config_from
+from dspark.models.drafter_formats import DEEPSPEC, SPECULATORS, config_json, drafter_config_from
 from dspark.models.weights import CheckpointTensors
 
 EMBEDDING = "embed_tokens.weight"
@@ -158,6 +158,7 @@ def save_drafter(
     *,
     layout: str,
     dtype: torch.dtype | None = None,  # of the stored weights; None: as they are
+    without_head: bool = False,  # leave a pruned head to the target too: smaller, but only this package completes it
 ) -> None:
     """Write a drafter to `folder`, which must not exist or be empty, in the layout "deepspec" or "speculators".
 
@@ -166,7 +167,10 @@ def save_drafter(
     The folder appears complete or not at all. Raises `ConfigError` for what the layout cannot express,
     `CheckpointError` when the disk does not take it.
     """
+    assert layout == SPECULATORS or not without_head, layout
     stored = _stored_tensors(config, tensors, layout, dtype)
+    if without_head:
+        stored.pop(HEAD, None)
     dtype_name = str(stored["fc.weight"].dtype).removeprefix("torch.")
     written = config_json(config, layout, dtype=dtype_name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -213,6 +217,7 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor
     save_file(
         {name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
     )
+    (folder / "model.safetensors").chmod(0o644)  # the library's files are for their owner alone
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for path in (folder / "model.safetensors", folder / "config.json", folder):
         _sync(path)

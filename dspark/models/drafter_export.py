@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dspark.config import DEFAULT_MODEL
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.decoder import Decoder
 from dspark.models.drafter import fit_vocabulary
+from dspark.models.drafter_calibration import CALIBRATION, load_temperatures
 from dspark.models.drafter_checkpoint import (
     DRAFT_TO_TARGET,
     EMBEDDING,
@@ -26,14 +28,13 @@ from dspark.models.drafter_checkpoint import (
 )
 from dspark.models.drafter_config import DrafterConfig, check_target
 from dspark.models.drafter_formats import DEEPSPEC, SPECULATORS, config_json
-from dspark.models.model_config import decoder_config_from, read_json_object
+from dspark.models.model_config import decoder_config_from
 from dspark.models.model_source import resolve_model
 from dspark.models.tokenizer import load_tokenizer
 from dspark.models.weights import CheckpointTensors, load_decoder
 
 KEEP = "keep"
 EXPORT_DTYPES = (KEEP, "float32", "bfloat16", "float16")
-CALIBRATION = "sts.json"  # temperatures of the confidence head, one for each proposal
 _W2 = "markov_head.markov_w2.weight"
 _SAME_TABLE = 0.01  # of the largest weight: two roundings of one table differ by less
 
@@ -91,6 +92,7 @@ def export_drafter(
     target: str | None = None,  # as for `serve --model`; None: the one that the drafter's files name
     dtype: str = KEEP,  # of the stored weights: "keep", "float32", "bfloat16" or "float16"
     expand_vocabulary: bool = False,
+    without_head: bool = False,  # leave a pruned head to the target, as other engines cannot
     source_layout: str = "auto",  # to read
 ) -> Export:
     """Write `drafter` (a folder or hub id) to the new folder `output` in `layout`, with all that the layout stores.
@@ -102,13 +104,16 @@ def export_drafter(
     torch_dtype = _stored_dtype(source) if dtype == KEEP else _torch_dtype(dtype)
     checkpoint = load_drafter_checkpoint(source, dtype=torch_dtype, device=torch.device("cpu"), layout=source_layout)
     config = checkpoint.config
-    _check_wanted(config, layout, expand_vocabulary)
+    _check_wanted(config, layout, expand_vocabulary, without_head)
     calibration = _calibration(source, config)
     target_name = target or config.target_name
     if target_name is None:
         raise ConfigError(f"{drafter} does not say which model it was made for; name that model (--target)")
+    left_out = _left_out(config, layout, without_head=without_head)
     needs_target = (
-        expand_vocabulary or _lacks_something(checkpoint, layout) or _leaves_out_something(checkpoint, layout)
+        expand_vocabulary
+        or _lacks_something(checkpoint, layout)
+        or any(name in checkpoint.tensors for name in left_out)
     )
     # Other engines know our names and GGUF files not, so a target of this machine is named by its folder.
     is_local = target_name == DEFAULT_MODEL or Path(target_name).expanduser().exists()
@@ -122,10 +127,10 @@ def export_drafter(
         if needs_target:
             decoder = load_decoder(folder, dtype=torch_dtype, device=torch.device("cpu"))
             checkpoint = _completed(checkpoint, decoder, expand_vocabulary=expand_vocabulary)
-            _check_left_out(checkpoint, decoder, layout)
+            _check_left_out(checkpoint, decoder, left_out)
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, target_name=target_name))
     _check_finite(checkpoint, dtype)
-    save_drafter(output, checkpoint.config, checkpoint.tensors, layout=layout)
+    save_drafter(output, checkpoint.config, checkpoint.tensors, layout=layout, without_head=without_head)
     if calibration is not None:
         _write(output / CALIBRATION, calibration)
     return Export(
@@ -158,9 +163,14 @@ def expanded(checkpoint: DrafterCheckpoint, target_head: Tensor) -> DrafterCheck
     return DrafterCheckpoint(config=replace(config, draft_vocab_size=config.vocab_size), tensors=tensors)
 
 
-def _check_wanted(config: DrafterConfig, layout: str, expand_vocabulary: bool) -> None:
+def _check_wanted(config: DrafterConfig, layout: str, expand_vocabulary: bool, without_head: bool) -> None:
     """Raise `ConfigError` for what `layout` cannot express, before anything large is read."""
     size = f"{config.draft_vocab_size} of {config.vocab_size} ids"
+    if without_head and (layout == DEEPSPEC or expand_vocabulary or not config.has_pruned_vocab):
+        raise ConfigError(
+            f"--without-head leaves out the head of a pruned vocabulary (here {size}) in the {SPECULATORS} layout; "
+            "that of a whole one is left to the target anyway, and DeepSpec files need theirs: leave the flag out"
+        )
     if expand_vocabulary and not config.has_pruned_vocab:
         raise ConfigError(f"the drafter's vocabulary is not pruned ({size}); leave out --expand-vocabulary")
     if layout == DEEPSPEC and config.has_pruned_vocab and not expand_vocabulary:
@@ -183,27 +193,24 @@ def _lacks_something(checkpoint: DrafterCheckpoint, layout: str) -> bool:
     return config.has_pruned_vocab and HEAD not in tensors
 
 
-def _left_out(checkpoint: DrafterCheckpoint, layout: str) -> list[str]:
+def _left_out(config: DrafterConfig, layout: str, *, without_head: bool) -> list[str]:
     """Return which tables the files of `layout` leave to the target."""
     if layout == DEEPSPEC:
         return []
-    return [EMBEDDING] if checkpoint.config.has_pruned_vocab else [EMBEDDING, HEAD]
+    return [EMBEDDING] if config.has_pruned_vocab and not without_head else [EMBEDDING, HEAD]
 
 
-def _leaves_out_something(checkpoint: DrafterCheckpoint, layout: str) -> bool:
-    return any(name in checkpoint.tensors for name in _left_out(checkpoint, layout))
-
-
-def _check_left_out(checkpoint: DrafterCheckpoint, target: Decoder, layout: str) -> None:
-    """Raise `ConfigError` for a table that the files leave to the target, and that is not the target's."""
-    tables = {EMBEDDING: target.embedding, HEAD: target.head_weight()}
-    for name in _left_out(checkpoint, layout):
+def _check_left_out(checkpoint: DrafterCheckpoint, target: Decoder, names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a table of `names` that the files leave to the target, and that is not the target's."""
+    head, ids = target.head_weight(), draft_target_ids(checkpoint.config, checkpoint.tensors)
+    tables = {EMBEDDING: target.embedding, HEAD: head if ids is None else head[ids]}
+    for name in names:
         own = checkpoint.tensors[name]
         others = tables[name][: own.shape[0]]
         if own.shape != others.shape or float((own - others).abs().max()) > _SAME_TABLE * float(own.abs().max()):
             raise ConfigError(
-                f"{name} of the drafter is not the target's, which the {layout} layout takes it from; export in the "
-                f"{DEEPSPEC} layout, or use the target that it was trained for"
+                f"{name} of the drafter is not the target's, from which it would be taken; export in the {DEEPSPEC} "
+                "layout or with its head, or use the target that it was trained for"
             )
 
 
@@ -229,16 +236,9 @@ def _check_finite(checkpoint: DrafterCheckpoint, dtype: str) -> None:
 
 def _calibration(source: Path, config: DrafterConfig) -> bytes | None:
     """Return the calibration file beside a drafter, if there is one. Raises `CheckpointError` for another drafter's."""
-    path = source / CALIBRATION
-    if not path.exists():
+    if load_temperatures(source, num_draft_tokens=config.num_draft_tokens) is None:
         return None
-    temperatures = read_json_object(path).get("temperatures")
-    if not isinstance(temperatures, list) or len(temperatures) != config.num_draft_tokens:
-        raise CheckpointError(
-            f"temperatures ({temperatures!r}) in {path} must be a list of {config.num_draft_tokens} numbers, one for "
-            "each proposal of the drafter; calibrate again or remove the file"
-        )
-    return path.read_bytes()
+    return (source / CALIBRATION).read_bytes()
 
 
 def _write(path: Path, content: bytes) -> None:

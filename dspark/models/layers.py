@@ -26,7 +26,8 @@ class PackedLinear:
         self.num_outputs, self.num_inputs = weight.shape
         self._bias = bias
         self._is_packed = _can_pack(weight)
-        self._min_rows = _min_packed_rows(weight.dtype)
+        # Fewer rows are padded here; who has several products to make pads once.
+        self.min_rows = _min_packed_rows(weight.dtype) if self._is_packed else 1
         with torch.no_grad():
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_packed else weight
 
@@ -34,8 +35,8 @@ class PackedLinear:
         if not self._is_packed:
             return F.linear(x, self._weight, self._bias)
         num_rows = x.shape[0]
-        if num_rows < self._min_rows:
-            x = F.pad(x, (0, 0, 0, self._min_rows - num_rows))
+        if num_rows < self.min_rows:
+            x = F.pad(x, (0, 0, 0, self.min_rows - num_rows))
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")[:num_rows]
 
     def unpacked_weight(self) -> Tensor:

@@ -128,7 +128,7 @@ class _DSparkRound(DraftRound):
         num_steps = max(draft.length for draft in drafts)
         blocks = drafter.with_base_logits(hidden, num_proposals=num_steps)
         steps = drafter.begin(blocks, rows)
-        confidences: list[Tensor] = []  # each [M]
+        confidence_steps: list[Tensor] = []  # logits, each [M]
         active = list(range(len(drafts)))
         for k in range(num_steps):
             if not active:
@@ -137,7 +137,7 @@ class _DSparkRound(DraftRound):
             previous = torch.tensor([draft.last_token_id for draft in drafts], device=drafter.device)
             bias, confidence_logits = steps.step(previous)
             if confidence_logits is not None:
-                confidences.append(confidence_logits.sigmoid())
+                confidence_steps.append(confidence_logits)
             logits = blocks.base_logits[:, k] if bias is None else blocks.base_logits[:, k] + bias
             drawn = draw_next(
                 [drafts[i] for i in active],
@@ -150,7 +150,9 @@ class _DSparkRound(DraftRound):
                 if not was_drawn:
                     self._proposer.switch_off(drafts[i].context.request_id)
             active = [i for i, was_drawn in zip(active, drawn, strict=True) if was_drawn and not drafts[i].is_complete]
-        return _closed(drafts, torch.stack(confidences, dim=1) if confidences else None)
+        if not confidence_steps:
+            return _closed(drafts, None)
+        return _closed(drafts, drafter.confidences(torch.stack(confidence_steps, dim=1)))
 
 
 def _closed(drafts: Sequence[OpenDraft], confidences: Tensor | None) -> list[Draft]:

@@ -71,13 +71,10 @@ def save_checkpoint(output: Path, module: TrainedModule, state: TrainingState, *
             complete = work / "drafter"
             with (complete / _STATE).open("wb") as file:
                 torch.save(state.optimizer, file)
-                file.flush()
-                os.fsync(file.fileno())
-            with (complete / _RECORD).open("w", encoding="utf-8") as text:
-                record = {"step": state.step, "identity": state.identity, "settings": state.settings}
-                json.dump(record, text, indent=2, sort_keys=True)
-                text.flush()
-                os.fsync(text.fileno())
+            record = {"step": state.step, "identity": state.identity, "settings": state.settings}
+            (complete / _RECORD).write_text(json.dumps(record, indent=2, sort_keys=True), encoding="utf-8")
+            for path in (*complete.iterdir(), complete):
+                _sync(path)
             complete.replace(folder)
             _sync(output)
         finally:
@@ -119,8 +116,8 @@ def load_optimizer_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -19,28 +19,20 @@ from torch import Tensor
 
 from dspark.errors import ConfigError
 from dspark.models.device import open_device
+from dspark.models.drafter_calibration import load_temperatures
 from dspark.models.drafter_config import check_target
+from dspark.speculation.calibration import NUM_BINS, ReliabilityBin, calibration_error, reliability_bins
 from dspark.speculation.round_counts import RoundCounts
 from dspark.training.block_pass import run_blocks
 from dspark.training.blocks import build_blocks, draw_anchors
 from dspark.training.checkpoint import TrainedModule, load_module
-from dspark.training.dataset import Conversation
+from dspark.training.dataset import Conversation, Dataset
 from dspark.training.features import FeatureSource, OnlineFeatures, check_delivered
 from dspark.training.loss import DrafterLoss, LossWeights, TargetLogits
 from dspark.training.setup import load_target
 from dspark.training.simulated_rounds import GREEDY, SAMPLED, simulate_rounds
 
 _EVALUATION_EPOCH = 2**31  # keys anchors that no epoch of training draws
-_NUM_BINS = 15
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReliabilityBin:
-    """Slots whose confidence falls into one of 15 equal bins."""
-
-    confidence: float  # mean
-    acceptance: float  # mean
-    num_slots: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +54,11 @@ class Evaluation:
     greedy_acceptance: tuple[float | None, ...]  # [K]
     confidence_ece: float | None  # None without a confidence head
     confidence_auc: float | None
+    is_calibrated: bool = False  # the confidences are those that serving uses, by the temperatures beside the drafter
     reliability: tuple[ReliabilityBin, ...] = ()  # bins that hold a slot
     rounds: Mapping[str, RoundCounts] | None = None  # by temperature, "0" and "1"; None: not simulated
+    num_unanswered: int = 0  # records of the file left out, for they have no answer
+    num_cut: int = 0  # conversations of the file that were too long
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
@@ -82,11 +77,13 @@ def evaluate_drafter(
     seed: int = 0,
     pack_tokens: int = 512,
     chunk_slots: int = 256,
+    temperatures: Sequence[float] | None = None,  # [K] of the confidences (`load_temperatures`); None: not calibrated
 ) -> Evaluation:
     """Measure `module` on blocks at `num_anchors` random anchors of each conversation."""
     config = module.config
     device = module.lm_head.weight.device
     loss = DrafterLoss(module, target_logits, LossWeights(), chunk_slots=chunk_slots)
+    scales = torch.tensor(temperatures or [1.0] * config.num_draft_tokens, dtype=torch.float64, device=device)
     num_blocks = 0
     parts: dict[str, list[Tensor]] = {
         name: [] for name in ("proposals", "acceptance", "matches", "confidence", "length", "greedy_length")
@@ -103,14 +100,15 @@ def evaluate_drafter(
         parts["acceptance"].append(acceptance.double())
         parts["matches"].append(matches.double())
         if chosen.confidence_logits is not None:
-            parts["confidence"].append(chosen.confidence_logits.double().sigmoid())
+            parts["confidence"].append((chosen.confidence_logits.double() / scales[chosen.proposals]).sigmoid())
         is_full = batch.is_supervised[:, config.first_proposal_slot :].all(1)
         for name, values in (("length", acceptance), ("greedy_length", matches)):
             grid = torch.zeros((batch.num_blocks, config.num_draft_tokens), dtype=torch.float64, device=device)
             grid[chosen.blocks, chosen.proposals] = values.double()
             parts[name].append(1 + grid[is_full].cumprod(1).sum(1))
     joined = {name: torch.cat(values).cpu().numpy() for name, values in parts.items() if values}
-    return _evaluation(joined, len(conversations), num_blocks, config.num_draft_tokens)
+    measured = _evaluation(joined, len(conversations), num_blocks, config.num_draft_tokens)
+    return replace(measured, is_calibrated=temperatures is not None)
 
 
 def evaluate(
@@ -129,28 +127,45 @@ def evaluate(
     """Measure the drafter in `folder` on each file of conversations by itself; return the results by file.
 
     Serving is simulated along the first `num_round_texts` conversations of each temperature, at all their anchors.
-    Raises `CheckpointError` for a drafter of another target, `ConfigError` for wrong data.
+    Confidences are calibrated as in serving where an `sts.json` lies beside the drafter. Raises `CheckpointError` for a
+    drafter of another target, `ConfigError` for wrong data.
     """
+    if seed < 0:
+        raise ConfigError(f"seed ({seed}) must not be negative; raise it")
     loaded = load_target(target, open_device(device))
     module = load_module(folder, loaded.decoder)
     check_target(module.config, loaded.decoder.config, tokenizer_size=loaded.tokenizer.vocab_size)
+    temperatures = None
+    if module.config.has_confidence_head:
+        temperatures = load_temperatures(folder, num_draft_tokens=module.config.num_draft_tokens)
     features = OnlineFeatures(loaded.decoder, module.config.tap_ids, chunk_tokens=512)
     results = {}
     for path in data:
         dataset = loaded.load_dataset([path], max_length=max_length, hold_out_fraction=held_out_only or 0.0)
-        conversations = list(dataset.conversations) if held_out_only is None else dataset.held_out
-        if not conversations:
-            raise ConfigError(
-                f"{path} has no held-out conversation at a fraction of {held_out_only}; use more data or measure all"
-            )
-        conversations = conversations[:num_sequences]
-        measured = evaluate_drafter(module, conversations, features, loaded.logits, num_anchors=num_anchors, seed=seed)
+        conversations = chosen_conversations(dataset, path, held_out_only)[:num_sequences]
+        measured = evaluate_drafter(
+            module, conversations, features, loaded.logits,
+            num_anchors=num_anchors, seed=seed, temperatures=temperatures,
+        )  # fmt: skip
         rounds = simulate_rounds(
             module, conversations, features, loaded.logits,
             num_texts=num_round_texts, eos_token_ids=loaded.eos_token_ids,
         )  # fmt: skip
-        results[path] = replace(measured, rounds=rounds)
+        results[path] = replace(measured, rounds=rounds, num_unanswered=dataset.num_unanswered, num_cut=dataset.num_cut)
     return results
+
+
+def chosen_conversations(dataset: Dataset, path: str, held_out_only: float | None) -> list[Conversation]:
+    """Return all conversations of a file, or those that a training run with this hold_out_fraction held out.
+
+    Raises `ConfigError` where there are none.
+    """
+    conversations = list(dataset.conversations) if held_out_only is None else dataset.held_out
+    if not conversations:
+        raise ConfigError(
+            f"{path} has no held-out conversation at a fraction of {held_out_only}; use more data or measure all"
+        )
+    return conversations
 
 
 def to_json(results: Mapping[str, Evaluation]) -> dict[str, Any]:
@@ -172,9 +187,10 @@ def to_json(results: Mapping[str, Evaluation]) -> dict[str, Any]:
 def print_evaluations(results: Mapping[str, Evaluation], console: Console) -> None:
     """Print a table of results by file."""
     table = Table(title="offline acceptance, bonus token included; served: simulated rounds along the texts")
+    is_calibrated = any(result.is_calibrated for result in results.values())
     for column in (
         "data", "served T=0", "served T=1", "blocks", "length T=1", "length T=0", "acceptance T=1", "acceptance T=0",
-        "ECE", "AUC",
+        "ECE calibrated" if is_calibrated else "ECE raw", "AUC",
     ):  # fmt: skip
         table.add_column(column)
     for name, result in results.items():
@@ -191,6 +207,12 @@ def print_evaluations(results: Mapping[str, Evaluation], console: Console) -> No
             _number(result.confidence_auc, 3),
         )
     console.print(table)
+    for name, result in results.items():
+        if result.num_unanswered or result.num_cut:
+            console.print(
+                f"{name}: {result.num_unanswered} records without an answer left out, {result.num_cut} cut",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def packs_of(conversations: Sequence[Conversation], pack_tokens: int) -> Iterator[list[Conversation]]:
@@ -203,24 +225,6 @@ def packs_of(conversations: Sequence[Conversation], pack_tokens: int) -> Iterato
         pack.append(conversation)
     if pack:
         yield pack
-
-
-def reliability_bins(confidence: np.ndarray, acceptance: np.ndarray) -> tuple[ReliabilityBin, ...]:
-    """Return the mean confidence and acceptance rate of slots [S] in those of 15 equal bins that hold any."""
-    bins = np.minimum((confidence * _NUM_BINS).astype(int), _NUM_BINS - 1)
-    num_slots = np.bincount(bins, minlength=_NUM_BINS)
-    sums = [np.bincount(bins, weights=values, minlength=_NUM_BINS) for values in (confidence, acceptance)]
-    return tuple(
-        ReliabilityBin(confidence=float(c / n), acceptance=float(a / n), num_slots=int(n))
-        for c, a, n in zip(*sums, num_slots, strict=True)
-        if n
-    )
-
-
-def expected_calibration_error(bins: Sequence[ReliabilityBin]) -> float:
-    """Return the mean gap between confidence and acceptance rate over all slots in `bins`."""
-    total = sum(one.num_slots for one in bins)
-    return sum(one.num_slots * abs(one.confidence - one.acceptance) for one in bins) / total
 
 
 def expected_auc(confidence: np.ndarray, acceptance: np.ndarray) -> float | None:
@@ -259,7 +263,7 @@ def _evaluation(
         greedy_accepted_length=mean(joined["greedy_length"]),
         acceptance=tuple(mean(acceptance[own]) for own in of_proposal),
         greedy_acceptance=tuple(mean(joined["matches"][own]) for own in of_proposal),
-        confidence_ece=expected_calibration_error(bins) if bins else None,
+        confidence_ece=calibration_error(confidence, acceptance) if confidence is not None and bins else None,
         confidence_auc=None if confidence is None else expected_auc(confidence, acceptance),
         reliability=bins,
     )
@@ -270,7 +274,7 @@ def _joined_bins(bins: Sequence[ReliabilityBin]) -> list[ReliabilityBin]:
     if not bins:
         return []
     weights = np.array([one.num_slots for one in bins], dtype=np.float64)
-    index = np.minimum([int(one.confidence * _NUM_BINS) for one in bins], _NUM_BINS - 1)
+    index = np.minimum([int(one.confidence * NUM_BINS) for one in bins], NUM_BINS - 1)
     num_slots = np.bincount(index, weights=weights)
     confidence = np.bincount(index, weights=weights * [one.confidence for one in bins])
     acceptance = np.bincount(index, weights=weights * [one.acceptance for one in bins])

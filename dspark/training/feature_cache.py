@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError
 from dspark.training.dataset import Conversation
+from dspark.training.durable_file import write_durably
 from dspark.training.features import Features, FeatureSource
 from dspark.training.identity import check_same
 from dspark.training.loss import TargetLogits
@@ -98,6 +99,8 @@ class FeatureCache:
         done = self.num_done
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if not done:
+                (self._folder / _NORMALIZERS).unlink(missing_ok=True)  # of rows that are gone
             with (self._folder / _ROWS).open("ab") as file:
                 # Rows past the record may be half written.
                 file.truncate(int(self._offsets[done]) * self._width * 2)
@@ -202,9 +205,4 @@ class FeatureCache:
         return json.dumps({"identity": self._identity, "num_done": num_done}, indent=2, sort_keys=True) + "\n"
 
     def _write_record(self, num_done: int) -> None:
-        temporary = self._folder / f".{_RECORD}"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(self._record_text(num_done))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._folder / _RECORD)
+        write_durably(self._folder / _RECORD, self._record_text(num_done))

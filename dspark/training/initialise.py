@@ -155,11 +155,7 @@ def initialise_drafter(
             tensors[name] = torch.zeros(shape)
         else:
             tensors[name] = torch.randn(shape, generator=generator) * _STD
-    head = target.head_weight().float().cpu()
-    if draft_ids is not None:
-        tensors[DRAFT_TO_TARGET] = draft_ids - torch.arange(len(draft_ids))
-        head = head[draft_ids]
-    tensors |= {EMBEDDING: target.embedding.float().cpu(), HEAD: head}
+    tensors |= _vocabulary_tables(target, draft_ids)
     if init_from_target:
         tensors |= _target_layers(config, target.config, folder)
     return DrafterModule.from_tensors(config, {name: t.to(target.device) for name, t in tensors.items()})
@@ -185,11 +181,7 @@ def initialise_autoregressive(
     for name, tensor in module.state_dict().items():
         is_norm = name.endswith("norm.weight")
         tensors[name] = torch.ones(tensor.shape) if is_norm else torch.randn(tensor.shape, generator=generator) * _STD
-    head = target.head_weight().float().cpu()
-    if draft_ids is not None:
-        tensors[DRAFT_TO_TARGET] = draft_ids - torch.arange(len(draft_ids))
-        head = head[draft_ids]
-    tensors |= {EMBEDDING: target.embedding.float().cpu(), HEAD: head}
+    tensors |= _vocabulary_tables(target, draft_ids)
     if init_from_target:
         copies = _target_layers(config, target.config, folder)
         for name, tensor in copies.items():
@@ -200,6 +192,14 @@ def initialise_autoregressive(
                 tensors[own_name] = tensor
     module.load_state_dict(tensors)
     return module.to(target.device)
+
+
+def _vocabulary_tables(target: Decoder, draft_ids: Tensor | None) -> dict[str, Tensor]:
+    """Return the target's embedding and head by stored name, the head's rows of `draft_ids` with their map."""
+    tables, head = {EMBEDDING: target.embedding.float().cpu()}, target.head_weight().float().cpu()
+    if draft_ids is None:
+        return tables | {HEAD: head}
+    return tables | {HEAD: head[draft_ids], DRAFT_TO_TARGET: draft_ids - torch.arange(len(draft_ids))}
 
 
 def _target_layers(config: DrafterConfig, target: DecoderConfig, folder: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Makes training data: the target answers prompts, its own or a file's, and its token ids are kept exactly.
 
-The engine is handed in. Draws are keyed by conversation and turn, so neither batches nor interruptions change a text.
+The engine is handed in. Draws are keyed by conversation and turn, so neither batches nor interruptions change a text,
+near-ties of floating-point numbers aside.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from dspark.errors import ConfigError, RequestError
 from dspark.request import FinishReason, Request, SamplingParams
 from dspark.training.identity import check_same, text_identity
+from dspark.training.interrupt import interrupt_flag
 from dspark.training.prompt_source import (
     ConversationPlan,
     Message,
@@ -28,7 +30,6 @@ from dspark.training.record_file import RecordFile
 from dspark.training.regenerate_config import RegenerateConfig
 from dspark.training.request_tasks import Answer, AnswerEngine, Task, TaskProgress, work_off
 from dspark.training.run_log import add_to_run_record, write_run_record
-from dspark.training.trainer import interrupt_flag
 
 MIN_USER_TOKENS = 3  # a shorter user turn asks nothing
 
@@ -68,8 +69,9 @@ def regenerate(
 
     Each answer is a line of the output: index, turn, prompt_ids, response_ids, temperature, finish_reason, user,
     response. Beside it stand OUTPUT.run.json and, for self-written prompts, OUTPUT.turns.jsonl. A run that was ended in
-    any way goes on when it is started again, and the output is then that of a run without a break. Ctrl-C keeps what
-    is finished. Raises `ConfigError` or `CheckpointError` for what the user can correct.
+    any way goes on when it is started again, and the output is then that of a run without a break (but for near-ties,
+    which other neighbours in the batch may round the other way). Ctrl-C keeps what is finished. Raises `ConfigError`
+    or `CheckpointError` for what the user can correct.
     """
     header = None if config.self_prompt is None else find_user_header(engine.tokenizer)
     paths = [Path(path) for path in config.prompts]

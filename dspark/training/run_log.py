@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import dspark
 from dspark.errors import CheckpointError, ConfigError
+from dspark.training.durable_file import write_durably
 from dspark.training.identity import combined
 
 _LOG = "log.jsonl"
@@ -116,13 +117,12 @@ def write_run_record(
         "settings": config.to_json(),
         **facts,
     }
-    _write(path, "w", json.dumps(record, indent=2, sort_keys=True) + "\n")
+    _replace(path, record)
 
 
 def add_to_run_record(path: Path, facts: Mapping[str, Any]) -> None:
     """Add what is known only at the end to a run record. Raises `CheckpointError` when the disk does not take it."""
-    record = json.loads(path.read_text(encoding="utf-8")) | facts
-    _write(path, "w", json.dumps(record, indent=2, sort_keys=True) + "\n")
+    _replace(path, json.loads(path.read_text(encoding="utf-8")) | facts)
 
 
 def git_sha() -> str | None:
@@ -142,9 +142,20 @@ def _step_of(line: str) -> int:
         return sys.maxsize  # a line cut short when the disk was full
 
 
+def _replace(path: Path, record: Mapping[str, Any]) -> None:
+    try:
+        write_durably(path, json.dumps(record, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def _write(path: Path, mode: str, text: str) -> None:
     try:
         with path.open(mode, encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}; free space and resume") from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be written: {error}; free space and resume")

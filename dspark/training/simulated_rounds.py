@@ -25,7 +25,7 @@ from dspark.training.loss import TargetLogits
 # The temperatures whose rounds are simulated, as they are named in results.
 GREEDY, SAMPLED = "0", "1"
 # Data may come from the same weights in another type: logits this close are a tie that may fall either way.
-_NEAR_TIE = 0.1
+NEAR_TIE = 0.1
 _SLOTS_PER_CHUNK = 256
 
 
@@ -52,12 +52,13 @@ def simulate_rounds(
     Greedy rounds run along at most `num_texts` conversations of temperature 0 (or of an unknown one, where every token
     is the target's argmax), sampled rounds along as many of temperature 1. Counts of a greedy text are those of
     serving it; those of a sampled text are their exact expectation over the drafts that could have been drawn, under
-    `rejection` verification. Each answer of a conversation is a text.
+    `rejection` verification (of a text drawn without top-k, as serving at temperature 1 is measured). Each answer of a
+    conversation is a text.
     """
     counts = {GREEDY: RoundCounts(), SAMPLED: RoundCounts()}
     num_left = dict.fromkeys(counts, num_texts)
     for conversation in conversations:
-        kind = _kind(conversation)
+        kind = kind_of(conversation)
         if kind is None or not num_left[kind]:
             continue
         answers = [
@@ -162,12 +163,12 @@ def _slots(
         is_match = _gathered(proposed, draft_ids[labels]) == proposed.amax(-1)
         rows, inverse = batch.target_rows[at].unique(return_inverse=True)
         logits = target_logits(batch.final_hidden[rows])[inverse]
-        is_argmax = logits.amax(-1) - logits.gather(1, labels[:, None])[:, 0] <= _NEAR_TIE
+        is_argmax = logits.amax(-1) - logits.gather(1, labels[:, None])[:, 0] <= NEAR_TIE
         if isinstance(module, DrafterModule) and module.config.markov_rank == 0:
             # Served as its argmax (a deterministic draft): the token that comes out was accepted if it is the draft's.
             sampled = is_match.double()
         else:
-            # Given the token t that came out, its proposal was accepted with chance min(1, p(t) / q(t)).
+            # Given the token t that came out, its proposal was accepted with chance min(1, draft(t) / target(t)).
             log_ratio = _gathered(proposed.log_softmax(-1), draft_ids[labels]) - logits.log_softmax(-1).gather(
                 1, labels[:, None]
             ).squeeze(1)
@@ -184,7 +185,8 @@ def _gathered(values: Tensor, ids: Tensor) -> Tensor:
     return picked.masked_fill(ids < 0, -torch.inf)
 
 
-def _kind(conversation: Conversation) -> str | None:
+def kind_of(conversation: Conversation) -> str | None:
+    """Return the temperature at which rounds along a conversation can be simulated; a greedy one is still to check."""
     if conversation.temperature is None or conversation.temperature == 0:
         return GREEDY
     return SAMPLED if conversation.temperature == 1 else None

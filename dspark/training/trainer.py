@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.errors import ConfigError
+from dspark.training.block_pass import run_blocks
 from dspark.training.blocks import build_blocks, count_supervised, draw_anchors
 from dspark.training.checkpoint import (
     TrainedModule,
@@ -29,11 +26,12 @@ from dspark.training.checkpoint import (
 )
 from dspark.training.config import TrainConfig
 from dspark.training.dataset import Conversation, Dataset
-from dspark.training.evaluate import evaluate_drafter, packs_of, run_blocks
+from dspark.training.evaluate import evaluate_drafter, packs_of
 from dspark.training.feature_cache import FeatureCache
 from dspark.training.features import FeatureSource, OnlineFeatures, check_delivered
 from dspark.training.identity import check_same, data_identity
 from dspark.training.initialise import new_drafter, spread_taps
+from dspark.training.interrupt import interrupt_flag
 from dspark.training.loss import DrafterLoss, LossSums, LossWeights
 from dspark.training.run_log import RunLog, write_run_record
 from dspark.training.schedule import items_of_step, learning_rate, num_steps
@@ -362,23 +360,3 @@ class _Run:
             "num_processes": self.workers.count,
             "total_steps": self.total_steps,
         }
-
-
-@contextmanager
-def interrupt_flag() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C sets; the second one interrupts as usual."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # signals belong to the main thread
-        yield event
-        return
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        if event.is_set():
-            raise KeyboardInterrupt
-        event.set()
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -82,6 +82,7 @@ def test_a_drafter_for_another_hidden_size_is_refused(tmp_path):
 
 
 def test_a_drafter_for_a_smaller_vocabulary_is_refused(tmp_path):
+    """I2."""
     folder = other_target(tmp_path, num_ids=300, hidden_size=64, num_attention_heads=4)
     with pytest.raises(CheckpointError, match=r"vocabulary has 256 rows, the target's tokenizer has 300 ids"):
         load_engine(config_for(folder, FIXTURES / "deepspec_vanilla"))
@@ -151,6 +152,7 @@ def test_the_suffix_decides_whether_ngram_drafts_too(target_folder, drafter, nam
 
 
 def test_a_drafter_without_a_confidence_head_is_reported_at_start(target_folder, caplog):
+    """I8."""
     with caplog.at_level(logging.INFO):
         load_engine(config_for(target_folder, FIXTURES / "deepspec_vanilla"))
         assert "confidence" not in caplog.text

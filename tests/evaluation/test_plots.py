@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
 from dspark.errors import ConfigError, DsparkError
-from dspark.evaluation.plots import check_plot_path, load_result, plot_results
+from dspark.evaluation.plots import check_plot_path, load_result, plot_calibration, plot_results
+from dspark.speculation.calibration import calibrate
 
 
 def counts(length, rates):
@@ -99,3 +101,16 @@ def test_a_file_without_a_result_is_named(tmp_path, content):
 def test_results_without_rounds_are_refused(tmp_path):
     with pytest.raises(DsparkError, match="dspark hold no rounds to plot"):
         plot_results({"dspark": {"drafter": "a", "temperatures": {}}}, tmp_path / "plot.svg")
+
+
+@pytest.mark.parametrize("num_positions", [1, 5])
+def test_a_calibration_has_a_panel_for_each_position(tmp_path, num_positions):
+    """Logit ln 9 says .9, one of two is accepted, of both positions alike: the error is .4 at first."""
+    rates = np.array([[1.0] * num_positions, [0.0] * num_positions])
+    plot_calibration(calibrate(np.full_like(rates, np.log(9)), rates, np.array([0, 1])), tmp_path / "plot.svg")
+    words = texts(tmp_path / "plot.svg")
+    assert {"before", "after", "survived"} <= set(words)
+    assert [word[:11] for word in words if word.startswith("position")] == [
+        f"position {k + 1}:" for k in range(num_positions)
+    ]
+    assert any(word.startswith("position 1: ECE 40.0%") for word in words)

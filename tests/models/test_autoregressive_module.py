@@ -108,6 +108,13 @@ def test_later_steps_send_gradients_through_the_own_features() -> None:
     assert not bool((taps.grad[3] != 0).any())  # the anchor's own features do not exist yet
 
 
+def test_a_baseline_of_another_target_is_refused(tmp_path: Path) -> None:
+    target = load_decoder(save_target(tmp_path / "target"), dtype=torch.float32, device=CPU)
+    save_autoregressive(tmp_path / "baseline", random_module(baseline_config()))
+    with pytest.raises(CheckpointError, match=r"\(256, 64\) are not those of the target \(264, 32\), .*use the target"):
+        load_autoregressive(tmp_path / "baseline", target)
+
+
 def test_files_give_the_module_back_and_serving_refuses_them_by_name(tmp_path: Path) -> None:
     target = load_decoder(save_target(tmp_path / "target"), dtype=torch.float32, device=CPU)
     width = target.config.hidden_size

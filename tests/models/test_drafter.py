@@ -142,6 +142,7 @@ def test_fewer_proposals_are_the_first_of_the_whole_block() -> None:
 
 @pytest.mark.parametrize(("samples_from_anchor", "trained"), [(True, 5), (False, 4)])
 def test_more_proposals_than_trained_are_refused(samples_from_anchor: bool, trained: int) -> None:
+    """Case I6."""
     config = make_config(samples_from_anchor=samples_from_anchor)
     check_num_draft_tokens(config, trained)
     with pytest.raises(ConfigError, match=rf"num_draft_tokens \({trained + 1}\).*trained length \({trained}\)"):

@@ -226,6 +226,7 @@ def test_saving_needs_the_embedding_where_the_layout_stores_it(tmp_path: Path) -
     ],
 )
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
+    """Case I8."""
     folder = copy_checkpoint("deepspec_gated", tmp_path / "drafter")
     change_tensors(folder, lambda tensors: tensors.pop(name))
     with pytest.raises(CheckpointError, match=rf"tensor {name} is missing"):
@@ -233,6 +234,7 @@ def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_a_renamed_markov_tensor_is_refused(tmp_path: Path) -> None:
+    """Case I8."""
     folder = copy_checkpoint("deepspec_vanilla", tmp_path / "drafter")
     change_tensors(folder, lambda t: t.update({"markov_head.w1.weight": t.pop("markov_head.markov_w1.weight")}))
     with pytest.raises(CheckpointError, match=r"markov_head\.markov_w1\.weight is missing"):
@@ -248,6 +250,7 @@ def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_an_ill_shaped_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
+    """Case I8."""
     folder = copy_checkpoint("speculators_anchor", tmp_path / "drafter")
     change_tensors(folder, lambda t: t.update({"fc.weight": torch.zeros(64, 128)}))
     with pytest.raises(CheckpointError, match=r"fc\.weight .* \[64, 128\], config\.json asks for \[64, 192\]"):
@@ -262,6 +265,7 @@ def test_confidence_weights_without_the_setting_are_refused(tmp_path: Path) -> N
 
 
 def test_a_drafter_without_a_confidence_head_is_usable(tmp_path: Path) -> None:
+    """Case I8."""
     folder = copy_checkpoint("deepspec_vanilla", tmp_path / "drafter")
     change_config(folder, enable_confidence_head=False)
     change_tensors(folder, lambda t: [t.pop(key) for key in list(t) if key.startswith("confidence_head.")])
@@ -372,6 +376,7 @@ def save_with_rows(folder: Path, vocab_size: int) -> None:
 
 
 def test_padding_of_the_drafter_is_never_proposed(tmp_path: Path) -> None:
+    """Case I1."""
     save_with_rows(tmp_path / "out", 264)
     drafter = load(tmp_path / "out", tokenizer_size=250)
     assert drafter.config.draft_vocab_size == 256
@@ -379,6 +384,7 @@ def test_padding_of_the_drafter_is_never_proposed(tmp_path: Path) -> None:
 
 
 def test_padding_of_the_target_can_be_read_and_is_never_proposed(tmp_path: Path) -> None:
+    """Case I3."""
     save_with_rows(tmp_path / "out", 250)
     drafter = load(tmp_path / "out", tokenizer_size=250)
     context = PagedContext.of(drafter)
@@ -392,3 +398,10 @@ def test_a_deepspec_drafter_shares_the_embedding_and_head_of_its_target() -> Non
     drafter = load(FIXTURES / "deepspec_vanilla")
     assert drafter._embedding is tiny_target().embedding
     assert drafter._head is tiny_target().head
+
+
+def test_others_may_read_what_was_saved(tmp_path: Path) -> None:
+    config = make_config()
+    save_drafter(tmp_path / "drafter", config, make_tensors(config), layout="speculators")
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "drafter" / "model.safetensors", tmp_path / "drafter")]
+    assert modes == [0o644, 0o755]

@@ -208,6 +208,29 @@ def test_a_pruned_drafter_is_exported_as_it_is(target: str, tmp_path: Path) -> N
     assert (exported.note, exported.num_added_ids) == (None, 0)
 
 
+def test_the_head_of_a_pruned_drafter_can_be_left_to_the_target(target: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "drafter", draft_vocab_size=100)
+    ids = load_file(folder / "model.safetensors")["d2t"] + torch.arange(100)
+    head = tiny_target().head_weight()[ids]
+    change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+    export(folder, tmp_path / "out", layout="speculators", target=target, without_head=True)
+    stored, written = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    assert stored.keys() - written.keys() == {"lm_head.weight"}
+    assert torch.equal(greedy_draft(load(tmp_path / "out")).logits, greedy_draft(load(folder)).logits)
+
+
+def test_a_pruned_head_of_its_own_is_not_left_out(target: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "drafter", draft_vocab_size=100)
+    with pytest.raises(ConfigError, match=r"lm_head.weight of the drafter is not the target's"):
+        export(folder, tmp_path / "out", layout="speculators", target=target, without_head=True)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("speculators_anchor", "deepspec"), ("deepspec_vanilla", "speculators")])
+def test_only_a_pruned_head_can_be_left_out(name: str, layout: str, target: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--without-head leaves out the head of a pruned vocabulary"):
+        export(name, tmp_path / "out", layout=layout, target=target, without_head=True)
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [("keep", torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16)],
@@ -358,7 +381,7 @@ def test_calibration_goes_with_the_drafter(target: str, tmp_path: Path) -> None:
 def test_calibration_of_another_drafter_is_refused(temperatures: Any, target: str, tmp_path: Path) -> None:
     folder = copy_checkpoint("deepspec_vanilla", tmp_path / "drafter")
     (folder / "sts.json").write_text(json.dumps({"temperatures": temperatures}))
-    with pytest.raises(CheckpointError, match=r"temperatures .*sts\.json must be a list of 7 numbers"):
+    with pytest.raises(CheckpointError, match=r"temperatures .*sts\.json must be a list of 7 numbers from"):
         export(folder, tmp_path / "out", layout="speculators", target=target)
 
 
@@ -383,3 +406,14 @@ def test_the_verb_prints_the_folder_and_the_commands(
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
     assert main([*argv, "--expand-vocabulary"]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_the_verb_gives_no_commands_for_files_that_only_this_package_completes(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(tmp_path / "drafter", draft_vocab_size=100)
+    change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    argv = ["export", str(folder), "--layout", "speculators", "--without-head", "--target", target]
+    assert main([*argv, "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"{(tmp_path / 'out').resolve()}\n"
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")

@@ -91,6 +91,7 @@ def test_layer_keys_that_are_left_out_have_the_defaults_of_qwen3(speculators: Pa
 
 
 def test_a_file_without_sample_from_anchor_is_fill_in(speculators: Path) -> None:
+    """Case I5."""
     expected = drafter_config_from(speculators)
     change_config(speculators, sample_from_anchor=...)
     assert drafter_config_from(speculators) == expected
@@ -103,6 +104,7 @@ def test_a_file_without_sample_from_anchor_is_fill_in(speculators: Path) -> None
 def test_slots_that_contradict_the_proposals_are_refused(
     speculators: Path, sample_from_anchor: Any, speculative_tokens: int, shown: str
 ) -> None:
+    """Case I5."""
     change_config(speculators, sample_from_anchor=sample_from_anchor)
     change_method(speculators, speculative_tokens)
     expected = rf"speculative_tokens \({speculative_tokens}\).*contradicts sample_from_anchor \({shown}\).*block_size 8"

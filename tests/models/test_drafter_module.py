@@ -73,6 +73,7 @@ def test_gradients_equal_finite_differences() -> None:
 
 
 def test_blocks_do_not_see_each_other() -> None:
+    """Case M9."""
     config = make_config()
     module, context = make_module(config), random_context(config)
     with torch.no_grad():
@@ -92,7 +93,7 @@ def test_how_many_blocks_attend_at_once_changes_nothing(monkeypatch: pytest.Monk
 
 
 def test_texts_packed_into_one_context_stay_apart() -> None:
-    """Positions restart with each text, and so does the window."""
+    """Case M9: positions restart with each text, and so does the window."""
     config = make_config(windows=(4, None), is_causal=(True, False))
     module = make_module(config)
     texts = [random_context(config, 6, seed=1), random_context(config, 9, seed=2)]

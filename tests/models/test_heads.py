@@ -117,7 +117,10 @@ def test_a_step_past_the_block_is_our_mistake() -> None:
 
 
 def test_pruned_vocabulary_is_read_in_target_ids_and_mapped_once() -> None:
-    """Ids [3, 5, 9] of 10; W1 and W2 say 0 -> 5 -> 9 -> 3. Reading W1 by draft ids, or mapping twice, gives others."""
+    """Case I4: ids [3, 5, 9] of 10; W1 and W2 say 0 -> 5 -> 9 -> 3.
+
+    Reading W1 by draft ids, or mapping twice, gives others.
+    """
     config = make_config(
         vocab_size=10,
         draft_vocab_size=3,

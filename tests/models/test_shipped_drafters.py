@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from drafter_cases import CPU, change_tensors, make_config, make_tensors
+from drafter_cases import CPU, make_config, make_tensors
 
 from dspark.config import DEFAULT_MODEL
 from dspark.errors import CheckpointError
 from dspark.models import shipped_drafters
 from dspark.models.drafter import Drafter, fit_vocabulary
 from dspark.models.drafter_attention import DraftRow
-from dspark.models.drafter_checkpoint import HEAD, load_drafter_checkpoint, save_drafter
+from dspark.models.drafter_checkpoint import load_drafter_checkpoint, save_drafter
 from dspark.models.drafter_config import DrafterConfig, check_target
 from dspark.models.kv_cache import KVCache
 from dspark.models.model_config import decoder_config_from
@@ -38,8 +38,7 @@ def embedded_like_config(**changes) -> DrafterConfig:
 
 def save_without_head(folder: Path, config: DrafterConfig) -> Path:
     """Save a random drafter that leaves embedding and head to its target."""
-    save_drafter(folder, config, make_tensors(config), layout="speculators", dtype=torch.float16)
-    change_tensors(folder, lambda tensors: tensors.pop(HEAD))
+    save_drafter(folder, config, make_tensors(config), layout="speculators", dtype=torch.float16, without_head=True)
     return folder
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from training_cases import CPU, conversation
 
 from dspark.models.drafter_module import DrafterModule
+from dspark.training.block_pass import run_blocks
 from dspark.training.blocks import BlockBatch, anchor_candidates, build_blocks, count_supervised, draw_anchors
 from dspark.training.dataset import Conversation
-from dspark.training.evaluate import run_blocks
 from dspark.training.features import Features
 
 CONFIG = make_config(block_size=3)
@@ -55,18 +55,21 @@ def test_fill_in_blocks_predict_one_token_later_and_skip_the_first_slot() -> Non
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 4])  # up to a block and its anchor
 def test_short_texts_make_partial_blocks(num_tokens: int) -> None:
+    """Case M3."""
     batch = blocks_of([conversation(range(num_tokens), 0)])
     assert batch.num_blocks == num_tokens - 1
     assert batch.is_supervised.sum(1).tolist() == [min(3, num_tokens - 1 - n) for n in range(num_tokens - 1)]
 
 
 def test_a_text_of_one_token_has_no_anchor() -> None:
+    """Case M3."""
     one = conversation([5], 0)
     assert anchor_candidates(one, CONFIG).tolist() == []
     assert blocks_of([one, conversation([1, 2], 0)]).num_blocks == 1
 
 
 def test_late_supervision_masks_single_slots() -> None:
+    """Case M3."""
     batch = blocks_of([conversation(range(8), 6)])
     assert batch.anchor_positions.tolist() == [3, 4, 5, 6]
     assert batch.is_supervised.int().tolist() == [[0, 0, 1], [0, 1, 1], [1, 1, 0], [1, 0, 0]]
@@ -97,6 +100,7 @@ def hidden_of(conversations: list[Conversation], features: list[Features]) -> Te
 
 
 def test_blocks_do_not_see_the_other_document_of_a_pack() -> None:
+    """Case M9."""
     first, second = conversation(range(12), 4, 0), conversation(range(20, 35), 4, 1)
     features = [random_features(12, 0), random_features(15, 1)]
     changed = [features[0], random_features(15, 2)]
@@ -107,6 +111,7 @@ def test_blocks_do_not_see_the_other_document_of_a_pack() -> None:
 
 
 def test_blocks_see_context_strictly_before_their_anchor() -> None:
+    """Case M9."""
     one = conversation(range(12), 4)
     taps = random_features(12, 0).taps
     changed = taps.clone()

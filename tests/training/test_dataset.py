@@ -50,11 +50,13 @@ def test_response_ids_are_supervised_and_prompt_ids_are_not(tmp_path: Path, toke
 
 
 def test_only_assistant_turns_are_supervised_without_marks_in_the_template(tokenizer: Tokenizer) -> None:
+    """Case M1."""
     ids, mask = assistant_mask(REPEATED, tokenizer, eos_token_ids={256, END_OF_TURN_ID})
     assert spans(ids, mask, tokenizer) == ["hi<end>", "hi<end>"]
 
 
 def test_the_text_of_an_answer_repeated_by_the_user_is_not_supervised(tokenizer: Tokenizer) -> None:
+    """Case M8."""
     ids, mask = assistant_mask(REPEATED, tokenizer, eos_token_ids={256, END_OF_TURN_ID})
     rendered = tokenizer.decode(ids, skip_special_tokens=False)
     assert rendered == "user:say hi<end>\nassistant:hi<end>\nuser:hi<end>\nassistant:hi<end>\n"
@@ -63,6 +65,7 @@ def test_the_text_of_an_answer_repeated_by_the_user_is_not_supervised(tokenizer:
 
 
 def test_training_ids_equal_the_serving_render(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Case M8."""
     record = {"messages": REPEATED, "tools": [{"type": "function", "function": {"name": "f"}}]}
     (only,) = load(write_records(tmp_path / "a.jsonl", [record]), tokenizer, max_length=512).conversations
     served = tokenizer.render_chat(REPEATED, add_generation_prompt=False, template_kwargs={"tools": record["tools"]})
@@ -71,11 +74,13 @@ def test_training_ids_equal_the_serving_render(tmp_path: Path, tokenizer: Tokeni
 
 
 def test_a_turn_without_an_end_token_is_supervised_whole(tokenizer: Tokenizer) -> None:
+    """Case M8."""
     ids, mask = assistant_mask(REPEATED[:2], tokenizer)
     assert spans(ids, mask, tokenizer) == ["hi<end>\n"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+    """Case M1."""
     template = (
         "{% for m in messages %}{{ m.role }}:{% if loop.last %}(last){% endif %}{{ m.content }}<end>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -87,12 +92,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
 
 
 def test_records_without_an_answer_are_skipped_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Case M1."""
     unanswered = [{"messages": REPEATED[:1]}, {"prompt_ids": [1, 2], "response_ids": []}]
     dataset = load(write_records(tmp_path / "a.jsonl", [*unanswered, IDS]), tokenizer)
     assert (len(dataset.conversations), dataset.num_unanswered) == (1, 2)
 
 
 def test_data_without_any_answer_stops(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Case M1."""
     path = write_records(tmp_path / "a.jsonl", [{"messages": REPEATED[:1]}] * 3)
     with pytest.raises(ConfigError, match="none of the 3 conversations"):
         load(path, tokenizer)

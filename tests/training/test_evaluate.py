@@ -19,17 +19,15 @@ from dspark.models.decoder import Decoder
 from dspark.models.drafter import load_drafter
 from dspark.models.drafter_attention import DraftRow
 from dspark.models.drafter_module import DrafterModule
+from dspark.speculation.calibration import ReliabilityBin
 from dspark.speculation.round_counts import RoundCounts
 from dspark.training.checkpoint import load_module
 from dspark.training.dataset import Conversation
 from dspark.training.evaluate import (
     Evaluation,
-    ReliabilityBin,
     evaluate,
     evaluate_drafter,
     expected_auc,
-    expected_calibration_error,
-    reliability_bins,
     to_json,
 )
 from dspark.training.features import Features, OnlineFeatures
@@ -157,17 +155,6 @@ def test_a_text_shorter_than_a_block_has_rates_but_no_length() -> None:
     assert result.acceptance == (pytest.approx(1.0), pytest.approx(1.0), None)
 
 
-def test_calibration_error_is_the_mean_gap_of_bins() -> None:
-    confidence = np.array([0.05, 0.05, 0.95, 0.95])
-    acceptance = np.array([0.0, 0.3, 0.95, 0.75])
-    bins = reliability_bins(confidence, acceptance)
-    assert [(one.confidence, one.acceptance, one.num_slots) for one in bins] == [
-        (pytest.approx(0.05), pytest.approx(0.15), 2),
-        (pytest.approx(0.95), pytest.approx(0.85), 2),
-    ]
-    assert expected_calibration_error(bins) == pytest.approx(0.5 * 0.1 + 0.5 * 0.1)
-
-
 def make_evaluation(bins: tuple[ReliabilityBin, ...], rounds: dict[str, RoundCounts]) -> Evaluation:
     return Evaluation(
         num_conversations=1, num_blocks=1, num_full_blocks=1, num_slots=(1,), accepted_length=1.5,
@@ -242,6 +229,23 @@ def test_the_verb_measures_each_file_and_ends_with_json(
     assert result["files"][str(data)]["num_conversations"] == 3
     assert len(result["files"][str(data)]["acceptance"]) == 3
     assert result["temperatures"]["0"]["tasks"][str(data)]["num_texts"] == 3  # the data do not say that they are greedy
+
+
+def test_records_that_are_left_out_or_cut_are_counted(
+    target_folder: Path, overfitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"prompt_ids": [1, 2], "response_ids": [3] * 30}, {"prompt_ids": [1], "response_ids": []}]
+    path = str(write_records(tmp_path / "mixed.jsonl", records))
+    assert main(["evaluate", str(overfitted), path, "--target", str(target_folder), "--max-length", "20"]) == 0
+    out = capsys.readouterr().out
+    assert f"{path}: 1 records without an answer left out, 1 cut\n" in out
+    measured = json.loads(out.splitlines()[-1])["files"][path]
+    assert (measured["num_conversations"], measured["num_unanswered"], measured["num_cut"]) == (1, 1, 1)
+
+
+def test_a_negative_seed_is_refused(target_folder: Path, data: Path, overfitted: Path) -> None:
+    with pytest.raises(ConfigError, match=r"seed \(-1\) must not be negative"):
+        evaluate(overfitted, [str(data)], target=str(target_folder), seed=-1)
 
 
 def test_only_held_out_conversations_can_be_measured(target_folder: Path, data: Path, overfitted: Path) -> None:

@@ -76,6 +76,7 @@ def test_features_can_be_used_in_a_backward_pass(decoder: Decoder) -> None:
 
 
 def test_missing_final_hidden_states_are_refused_where_a_term_needs_them() -> None:
+    """Case M7."""
     features = [Features(taps=torch.zeros(3, 4), final_hidden=None)]
     check_delivered(features, needs_target_probs=False)
     with pytest.raises(ConfigError, match="delivers no final hidden states"):
@@ -92,6 +93,7 @@ def test_the_cache_gives_back_the_features_in_16_bits(tmp_path: Path, decoder: D
 
 
 def test_the_size_estimate_is_within_five_percent(tmp_path: Path, decoder: Decoder) -> None:
+    """Case M6."""
     cache = make_cache(tmp_path / "cache")
     estimate = cache.num_bytes
     cache.fill(online(decoder))
@@ -131,6 +133,7 @@ def test_an_interrupted_cache_goes_on_and_ends_up_the_same(
 
 @pytest.mark.parametrize("name", ["data", "target", "tokenizer", "chat template", "tapped layers"])
 def test_a_cache_of_something_else_is_refused_by_name(tmp_path: Path, decoder: Decoder, name: str) -> None:
+    """Case M5."""
     make_cache(tmp_path / "cache").fill(online(decoder))
     with pytest.raises(ConfigError, match=f"made with other values of {name} "):
         make_cache(tmp_path / "cache", identity=IDENTITY | {name: "other"})
@@ -142,6 +145,7 @@ def test_another_shuffle_seed_uses_the_same_cache(tmp_path: Path, decoder: Decod
 
 
 def test_a_short_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case M6."""
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("dspark.training.feature_cache.shutil.disk_usage", lambda _: usage)
     cache = make_cache(tmp_path / "new" / "cache")
@@ -203,6 +207,15 @@ def test_interrupted_normalizers_go_on_at_whole_groups_and_end_up_the_same(
     caches[0].fill_log_normalizers(counting)
     assert path.read_bytes() == whole == (tmp_path / "b" / "log_normalizers.bin").read_bytes()
     assert sum(num_rows) == sum(c.num_tokens for c in CONVERSATIONS) - 16
+
+
+def test_normalizers_of_rows_that_are_gone_are_computed_anew(tmp_path: Path, decoder: Decoder) -> None:
+    cache = make_cache(tmp_path / "cache")
+    cache.fill(online(decoder))
+    cache.fill_log_normalizers(decoder.compute_logits)
+    (tmp_path / "cache" / "cache.json").unlink()
+    make_cache(tmp_path / "cache").fill(online(decoder))
+    assert not (tmp_path / "cache" / "log_normalizers.bin").exists()
 
 
 def test_complete_normalizers_are_left_alone(tmp_path: Path, decoder: Decoder) -> None:

@@ -15,8 +15,8 @@ from training_cases import CPU, conversation
 from dspark.errors import ConfigError
 from dspark.models.drafter_config import DrafterConfig
 from dspark.models.drafter_module import DrafterModule
+from dspark.training.block_pass import run_blocks
 from dspark.training.blocks import BlockBatch, anchor_candidates, build_blocks
-from dspark.training.evaluate import run_blocks
 from dspark.training.features import Features
 from dspark.training.loss import DrafterLoss, LossSums, LossWeights, _DistributionTerms
 
@@ -91,6 +91,7 @@ def test_terms_and_gradients_equal_a_slot_by_slot_reference(changes: dict[str, i
 
 @pytest.mark.parametrize("chunk_slots", [1, 7, 1000])
 def test_any_chunk_size_gives_the_same_result(chunk_slots: int) -> None:
+    """Case M6."""
     config = make_config(block_size=3, markov_head_type="rnn")
     batch = batch_of(config, 12, 7)
     sums, gradients = backward(config, batch, chunk_slots=chunk_slots)
@@ -101,6 +102,7 @@ def test_any_chunk_size_gives_the_same_result(chunk_slots: int) -> None:
 
 
 def test_no_more_logits_exist_at_a_time_than_a_chunk_asks_for() -> None:
+    """Case M6."""
     config = make_config(block_size=3)
     batch = batch_of(config, 30)
     assert int(batch.is_supervised.sum()) > 40
@@ -118,6 +120,7 @@ def test_no_more_logits_exist_at_a_time_than_a_chunk_asks_for() -> None:
 
 
 def test_embedding_head_and_target_get_no_gradient() -> None:
+    """Case M7."""
     config = make_config(block_size=3)
     batch = batch_of(config, 12)
     assert batch.final_hidden is not None
@@ -128,7 +131,7 @@ def test_embedding_head_and_target_get_no_gradient() -> None:
 
 
 def test_the_label_of_the_confidence_is_detached() -> None:
-    """With the confidence term alone nothing pulls the draft's distribution: W2 gets no gradient."""
+    """Case M7: with the confidence term alone nothing pulls the draft's distribution, so W2 gets no gradient."""
     config = make_config(block_size=3)
     weights = LossWeights(ce=0.0, l1=0.0, confidence=1.0)
     _, gradients = backward(config, batch_of(config, 12), weights=weights)
@@ -159,6 +162,7 @@ def test_target_mass_outside_a_pruned_vocabulary_counts_as_lost_acceptance() -> 
 
 
 def test_terms_that_need_the_final_hidden_state_refuse_to_drop_out() -> None:
+    """Case M7."""
     config = make_config(block_size=3)
     batch = replace(batch_of(config, 12), final_hidden=None)
     with pytest.raises(ConfigError, match=r"l1_weight \(0.9\) and confidence_weight \(1.0\) need the target's"):
@@ -166,6 +170,7 @@ def test_terms_that_need_the_final_hidden_state_refuse_to_drop_out() -> None:
 
 
 def test_cross_entropy_alone_needs_no_final_hidden_state() -> None:
+    """Case M7."""
     config = make_config(block_size=3, has_confidence_head=False, confidence_uses_markov=False)
     batch = replace(batch_of(config, 12), final_hidden=None)
     sums, gradients = backward(config, batch, weights=LossWeights(l1=0.0))
@@ -175,6 +180,7 @@ def test_cross_entropy_alone_needs_no_final_hidden_state() -> None:
 
 
 def test_blocks_without_a_supervised_slot_add_nothing() -> None:
+    """Case M3."""
     config = make_config(block_size=3)
     batch = batch_of(config, 12)
     batch = replace(batch, is_supervised=torch.zeros_like(batch.is_supervised))
@@ -184,6 +190,7 @@ def test_blocks_without_a_supervised_slot_add_nothing() -> None:
 
 
 def test_a_text_without_anchors_beside_one_with_anchors_changes_no_gradient() -> None:
+    """Case M3."""
     config = make_config(block_size=3)
     _, alone = backward(config, batch_of(config, 12))
     sums, both = backward(config, batch_of(config, 12, 1))

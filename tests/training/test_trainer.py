@@ -26,7 +26,8 @@ from dspark.training import checkpoint
 from dspark.training.checkpoint import step_folders
 from dspark.training.config import TrainConfig
 from dspark.training.evaluate import evaluate
-from dspark.training.trainer import interrupt_flag, train
+from dspark.training.interrupt import interrupt_flag
+from dspark.training.trainer import train
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -55,6 +56,7 @@ def command_of(config: TrainConfig, **more: Any) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["online", "cached"])
 def test_resuming_continues_bit_for_bit(target_folder: Path, data: Path, tmp_path: Path, kind: str) -> None:
+    """Case M5."""
     cache = {} if kind == "online" else {"cache": str(tmp_path / "cache")}
     whole = settings(target_folder, data, tmp_path / "whole", max_steps=20, hold_out_fraction=0.2, **cache)
     train(whole, show_progress=False)
@@ -112,6 +114,7 @@ def finished(target_folder: Path, data: Path, tmp_path_factory: pytest.TempPathF
 def test_resuming_with_another_setting_is_refused_by_name(
     target_folder: Path, data: Path, finished: Path, name: str
 ) -> None:
+    """Case M5."""
     changed = settings(target_folder, data, finished, resume=True, **CHANGES[name])
     with pytest.raises(ConfigError, match=rf"made with other values of .*{name}.* then, .* now"):
         train(changed, show_progress=False)
@@ -121,6 +124,7 @@ def test_resuming_with_another_setting_is_refused_by_name(
 def test_resuming_with_another_text_side_is_refused_by_name(
     target_folder: Path, data: Path, finished: Path, name: str, file: str
 ) -> None:
+    """Case M5."""
     path = target_folder / file
     original = path.read_text()
     try:
@@ -134,6 +138,7 @@ def test_resuming_with_another_text_side_is_refused_by_name(
 def test_resuming_with_other_data_is_refused(
     target_folder: Path, decoder: Decoder, finished: Path, tmp_path: Path
 ) -> None:
+    """Case M5."""
     other = write_conversations(tmp_path / "other.jsonl", decoder, 4)
     with pytest.raises(ConfigError, match="made with other values of data "):
         train(settings(target_folder, other, finished, resume=True), show_progress=False)
@@ -238,6 +243,7 @@ def test_a_second_control_c_stops_at_once() -> None:
 
 
 def test_every_term_is_logged_on_its_own(target_folder: Path, decoder: Decoder, tmp_path: Path) -> None:
+    """Case M7."""
     data = write_conversations(tmp_path / "many.jsonl", decoder, 12)
     config = settings(target_folder, data, tmp_path / "out", hold_out_fraction=0.4, eval_interval=2)
     train(config, show_progress=False)
