@@ -6,7 +6,6 @@ Tensors keep their stored names in memory. V target ids, Vd draft ids, D hidden,
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.durable_file import sync
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.decoder import Decoder
 from dspark.models.drafter_config import DrafterConfig
@@ -182,7 +182,7 @@ def save_drafter(
             _write(temporary, written, stored)
             temporary.chmod(0o755)  # mkdtemp's folders are private
             temporary.replace(folder)
-            _sync(folder.parent)
+            sync(folder.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # gone already when all went well
     except (OSError, SafetensorError) as error:
@@ -220,15 +220,7 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor
     (folder / "model.safetensors").chmod(0o644)  # the library's files are for their owner alone
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for path in (folder / "model.safetensors", folder / "config.json", folder):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
 
 
 def _check_vocabulary_map(config: DrafterConfig, offsets: Tensor, kept: Tensor | None, folder: Path) -> None:

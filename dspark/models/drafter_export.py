@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark.config import DEFAULT_MODEL
+from dspark.durable_file import write_durably
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.decoder import Decoder
 from dspark.models.drafter import fit_vocabulary
@@ -234,19 +234,16 @@ def _check_finite(checkpoint: DrafterCheckpoint, dtype: str) -> None:
             )
 
 
-def _calibration(source: Path, config: DrafterConfig) -> bytes | None:
+def _calibration(source: Path, config: DrafterConfig) -> str | None:
     """Return the calibration file beside a drafter, if there is one. Raises `CheckpointError` for another drafter's."""
     if load_temperatures(source, num_draft_tokens=config.num_draft_tokens) is None:
         return None
-    return (source / CALIBRATION).read_bytes()
+    return (source / CALIBRATION).read_text(encoding="utf-8")
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: str) -> None:
     try:
-        with path.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(path, content)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written: {error}; free space, remove {path.parent} and retry"

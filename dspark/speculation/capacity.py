@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark.durable_file import write_durably
 from dspark.errors import ConfigError
 
 MIN_REPEATS = 3  # samples at a grid point; fewer show no spread
@@ -242,12 +242,7 @@ def write_measured_times(path: Path, measured: MeasuredTimes) -> None:
     text = json.dumps({**values, **measured.details}, indent=2) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)  # gone already when all went well
+        write_durably(path, text)
     except OSError as error:
         raise ConfigError(f"the capacity file {path} cannot be written: {error}; choose another folder") from error
 

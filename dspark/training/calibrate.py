@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from dspark.durable_file import write_durably
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.device import open_device
 from dspark.models.drafter_config import check_target
@@ -27,7 +28,6 @@ from dspark.speculation.calibration import TEMPERATURES, Calibration, calibrate
 from dspark.training.blocks import build_blocks
 from dspark.training.checkpoint import load_module
 from dspark.training.dataset import Conversation
-from dspark.training.durable_file import write_durably
 from dspark.training.evaluate import chosen_conversations
 from dspark.training.features import Features, FeatureSource, OnlineFeatures, check_delivered
 from dspark.training.loss import TargetLogits

@@ -6,7 +6,6 @@ A folder appears complete or not at all, so that neither a full disk nor an inte
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from dspark.durable_file import sync
 from dspark.errors import CheckpointError
 from dspark.models.autoregressive_checkpoint import is_autoregressive_folder, load_autoregressive, save_autoregressive
 from dspark.models.autoregressive_module import AutoregressiveModule
@@ -74,9 +74,9 @@ def save_checkpoint(output: Path, module: TrainedModule, state: TrainingState, *
             record = {"step": state.step, "identity": state.identity, "settings": state.settings}
             (complete / _RECORD).write_text(json.dumps(record, indent=2, sort_keys=True), encoding="utf-8")
             for path in (*complete.iterdir(), complete):
-                _sync(path)
+                sync(path)
             complete.replace(folder)
-            _sync(output)
+            sync(output)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save reports a full disk as RuntimeError
@@ -114,11 +114,3 @@ def load_optimizer_state(folder: Path) -> dict[str, Any]:
     except Exception as error:  # the unpickler raises many kinds, each about the file
         raise CheckpointError(f"{path} is damaged: {error}; remove {folder} to go on from the one before") from error
     return state
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

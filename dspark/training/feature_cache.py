@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.durable_file import write_durably
 from dspark.errors import CheckpointError, ConfigError
 from dspark.training.dataset import Conversation
-from dspark.training.durable_file import write_durably
 from dspark.training.features import Features, FeatureSource
 from dspark.training.identity import check_same
 from dspark.training.loss import TargetLogits

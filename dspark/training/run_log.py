@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import dspark
+from dspark.durable_file import write_durably
 from dspark.errors import CheckpointError, ConfigError
-from dspark.training.durable_file import write_durably
 from dspark.training.identity import combined
 
 _LOG = "log.jsonl"

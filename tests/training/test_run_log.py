@@ -23,7 +23,7 @@ def test_a_full_disk_leaves_the_record_that_was_there(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("dspark.training.durable_file.os.fsync", full)
+        patch.setattr("dspark.durable_file.os.fsync", full)
         with pytest.raises(CheckpointError, match=r"run\.json cannot be written: .*No space left.*free space"):
             write_run_record(tmp_path, config, {"data": "d"}, {}, first_step=1)
         with pytest.raises(CheckpointError, match=r"run\.json cannot be written"):
