@@ -8,9 +8,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dspark import __version__
+from dspark.cli_engine import add_engine_flags, engine_config
 from dspark.cli_evaluation import (
     CALIBRATE_TEXT,
     EVALUATE_TEXT,
@@ -22,6 +24,7 @@ from dspark.cli_evaluation import (
     run_evaluate,
     run_plot,
 )
+from dspark.cli_profile import PROFILE_TEXT, add_profile_flags, run_profile
 from dspark.cli_training import (
     EXPORT_TEXT,
     REGENERATE_TEXT,
@@ -33,39 +36,12 @@ from dspark.cli_training import (
     run_regenerate,
     run_train,
 )
-from dspark.config import (
-    DEFAULT_MODEL,
-    DEFAULT_NUM_DRAFT_TOKENS,
-    DRAFTER_LAYOUTS,
-    DTYPES,
-    VERIFICATIONS,
-    EngineConfig,
-    engine_config_from,
-    load_engine_config,
-)
+from dspark.config import DEFAULT_MODEL
 from dspark.errors import DsparkError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-
-# flag -> where its value goes in the nested settings
-ENGINE_FLAGS: dict[str, tuple[str, ...]] = {
-    "model": ("model",),
-    "drafter": ("drafter",),
-    "dtype": ("dtype",),
-    "device": ("device",),
-    "threads": ("num_threads",),
-    "max_model_len": ("max_model_len",),
-    "num_draft_tokens": ("speculation", "num_draft_tokens"),
-    "drafter_layout": ("speculation", "drafter_layout"),
-    "verification": ("speculation", "verification"),
-    "max_batch_size": ("batching", "max_size"),
-    "max_batch_tokens": ("batching", "max_batch_tokens"),
-    "page_size": ("cache", "page_size"),
-    "cache_tokens": ("cache", "num_tokens"),
-    "prefix_caching": ("cache", "prefix_caching"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
-    own_verbs = (_add_serve, _add_generate, _add_bench, _add_fetch)
+    own_verbs = (_add_serve, _add_generate, _add_bench, _add_profile, _add_fetch)
     for add_verb in (*own_verbs, _add_regenerate, _add_train, _add_evaluate, _add_calibrate, _add_plot, _add_export):
         add_verb(verbs)
     return parser
@@ -117,7 +93,11 @@ def _add_serve(verbs: Any) -> None:
     parser.add_argument(
         "--shutdown-timeout", type=_seconds, default=30.0, metavar="SECONDS", help="time running requests get to finish"
     )
-    _add_engine_flags(parser)
+    parser.add_argument(
+        "--admin-key", type=_key, metavar="KEY", default=None,
+        help="opens /admin/speculation to those who send it; @FILE reads it from a file",
+    )  # fmt: skip
+    add_engine_flags(parser)
 
 
 def _add_generate(verbs: Any) -> None:
@@ -133,7 +113,7 @@ def _add_generate(verbs: Any) -> None:
     parser.add_argument("--seed", type=int, help="reproduce exactly, whatever the drafter")
     parser.add_argument("--stop", action="append", default=[], help="end at this text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    _add_engine_flags(parser)
+    add_engine_flags(parser)
 
 
 def _add_bench(verbs: Any) -> None:
@@ -153,7 +133,11 @@ def _add_bench(verbs: Any) -> None:
     parser.add_argument("--seed", type=int, help="request i gets seed + i, so that sampled text can be compared")
     parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts after the warm-up")
     parser.add_argument("--compare-transformers", action="store_true", help="measure transformers.generate as well")
-    _add_engine_flags(parser, with_drafter=False)
+    add_engine_flags(parser, with_drafter=False)
+
+
+def _add_profile(verbs: Any) -> None:
+    add_profile_flags(_add_verb(verbs, "profile", run_profile, PROFILE_TEXT))
 
 
 def _add_fetch(verbs: Any) -> None:
@@ -164,7 +148,7 @@ def _add_fetch(verbs: Any) -> None:
 def _add_regenerate(verbs: Any) -> None:
     parser = _add_verb(verbs, "regenerate", _regenerate, REGENERATE_TEXT)
     add_regenerate_flags(parser)
-    _add_engine_flags(parser)
+    add_engine_flags(parser)
 
 
 def _add_train(verbs: Any) -> None:
@@ -187,60 +171,6 @@ def _add_export(verbs: Any) -> None:
     add_export_flags(_add_verb(verbs, "export", run_export, EXPORT_TEXT))
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser, *, with_drafter: bool = True) -> None:
-    group = parser.add_argument_group("engine (flags win over --config)")
-    defaults = EngineConfig()
-
-    def add(flag: str, value: Any, text: str, **more: Any) -> None:
-        # The default stays out of the namespace, so that a flag not given does not hide the file's setting.
-        group.add_argument(flag, default=argparse.SUPPRESS, help=f"{text} (default: {value})", **more)
-
-    group.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="settings in YAML")
-    add("--model", defaults.model, "smollm2-135m, a folder, a GGUF file or a hub id")
-    if with_drafter:
-        add(
-            "--drafter", defaults.drafter,
-            "auto (the drafter that ships for the model together with n-gram, else ngram), none, ngram, dspark (the "
-            "shipped one alone), a DSpark drafter or a smaller model (folder, GGUF or hub id); +ngram after the last "
-            "two adds n-gram, as in dspark+ngram",
-        )  # fmt: skip
-    add("--dtype", defaults.dtype, "type of weights and KV; auto is float32 on CPU", choices=DTYPES)
-    add("--device", defaults.device, "torch device")
-    add("--threads", "torch's choice", "CPU threads", type=int)
-    add("--max-model-len", "the model's", "prompt and output tokens at most", type=int)
-    add(
-        "--num-draft-tokens", f"the drafter's trained length, or {DEFAULT_NUM_DRAFT_TOKENS}",
-        "drafted tokens a round at most", type=int,
-    )  # fmt: skip
-    add(
-        "--drafter-layout", defaults.speculation.drafter_layout, "how the files of a DSpark drafter are read",
-        choices=DRAFTER_LAYOUTS,
-    )  # fmt: skip
-    add("--verification", defaults.speculation.verification, "rule for unseeded requests", choices=VERIFICATIONS)
-    add("--max-batch-size", defaults.batching.max_size, "running requests at most", type=int)
-    add("--max-batch-tokens", defaults.batching.max_batch_tokens, "tokens of one pass at most", type=int)
-    add("--page-size", defaults.cache.page_size, "tokens per KV page", type=int)
-    add("--cache-tokens", "1024 for each running request, at most 2 GiB", "KV capacity in tokens", type=int)
-    group.add_argument(
-        "--no-prefix-caching", dest="prefix_caching", action="store_false", default=argparse.SUPPRESS,
-        help="compute every prompt from its start",
-    )  # fmt: skip
-
-
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the settings of --config with the given flags laid over them."""
-    settings: dict[str, Any] = {}
-    for flag, path in ENGINE_FLAGS.items():
-        if hasattr(args, flag):
-            place = settings
-            for key in path[:-1]:
-                place = place.setdefault(key, {})
-            place[path[-1]] = getattr(args, flag)
-    if hasattr(args, "config"):
-        return load_engine_config(args.config, settings)
-    return engine_config_from(settings)
-
-
 def _serve(args: argparse.Namespace) -> int:
     from dspark.engine.build import load_engine, warm_up
     from dspark.engine.engine import Engine
@@ -261,6 +191,7 @@ def _serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         shutdown_timeout_s=args.shutdown_timeout,
+        admin_key=args.admin_key,
         on_ready=lambda url: print(_greeting(url, model_name), flush=True),
     )
     return 0
@@ -353,6 +284,19 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise ValueError(text)
     return seconds
+
+
+def _key(text: str) -> str:
+    if not text.startswith("@"):
+        key = text
+    else:
+        try:
+            key = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise argparse.ArgumentTypeError(f"cannot read {text[1:]}: {error}") from error
+    if not key:
+        raise argparse.ArgumentTypeError("the key is empty; give at least one character")
+    return key
 
 
 _seconds.__name__ = "number of seconds"  # argparse says "invalid ... value"

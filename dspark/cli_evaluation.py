@@ -26,7 +26,8 @@ PLOT_TEXT = (
 CALIBRATE_TEXT = (
     "Fit a drafter's confidences to what is accepted (Sequential Temperature Scaling), on rounds along conversations "
     "that its target wrote and that it was not trained on. Writes sts.json, which serving reads beside the drafter; "
-    "prints temperatures and calibration errors by position, and the file."
+    "prints temperatures and calibration errors by position, and the file. --refit-head first corrects a confidence "
+    "head that trusts itself too much on new text, and changes the drafter's weights."
 )
 # Flags of one of the two ways to measure; the other refuses them.
 _OFFLINE = ("held_out", "num_sequences", "num_anchors", "num_round_texts", "max_length")
@@ -90,6 +91,10 @@ def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-sequences", type=int, help="conversations of each file at most (None: all)")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of a conversation; longer ones are cut")
     parser.add_argument("--seed", type=int, default=0, help="of the drafts at temperature 1")
+    parser.add_argument(
+        "--refit-head", action="store_true",
+        help="also fit the confidence head anew and store it in the drafter's weights; all other tensors stay",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="FILE", help="None: sts.json in the drafter's folder, replaced")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw reliability by position, before and after, as .svg or .png"
@@ -130,7 +135,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     from dspark.evaluation.bench_offline import machine_description
     from dspark.evaluation.plots import check_plot_path, plot_calibration
     from dspark.models.drafter_calibration import CALIBRATION
-    from dspark.training.calibrate import calibrate_drafter, print_calibration, write_calibration
+    from dspark.training.calibrate import calibrate_drafter, print_calibration
 
     output = Path(args.drafter) / CALIBRATION if args.output is None else args.output
     _check_calibrate_flags(args, output)
@@ -138,18 +143,19 @@ def run_calibrate(args: argparse.Namespace) -> int:
         check_plot_path(args.plot)
     with Progress(console=_status(), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("Simulating rounds", total=None)
-        calibration = calibrate_drafter(
+        fitted = calibrate_drafter(
             Path(args.drafter), args.data,
             target=args.target, held_out_only=args.held_out, temperatures=args.temperatures,
-            num_sequences=args.num_sequences, max_length=args.max_length, seed=args.seed, device=args.device,
+            num_sequences=args.num_sequences, max_length=args.max_length, refit_head=args.refit_head,
+            seed=args.seed, device=args.device,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
     dataset = ", ".join(Path(name).name for name in args.data)
     made_by = {"dataset": dataset, "command": ["dspark", *sys.argv[1:]], "seed": args.seed}
-    write_calibration(output, calibration.to_json() | made_by | {"machine": machine_description()})
+    fitted.store(Path(args.drafter), output, made_by | {"machine": machine_description()})
     if args.plot is not None:
-        plot_calibration(calibration, args.plot)
-    print_calibration(calibration, Console(width=None if sys.stdout.isatty() else 160))
+        plot_calibration(fitted.calibration, args.plot)
+    print_calibration(fitted.calibration, Console(width=None if sys.stdout.isatty() else 160))
     print(output)
     return 0
 
@@ -257,6 +263,11 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _check_calibrate_flags(args: argparse.Namespace, output: Path) -> None:
     if not Path(args.drafter).is_dir():
         raise DsparkError(f"the drafter ({args.drafter}) is not a folder; give the folder of a trained drafter")
+    if args.refit_head and args.output is not None:
+        raise DsparkError(
+            f"--output ({args.output}) does not go with --refit-head, which changes the drafter: its temperatures "
+            "belong beside it; leave --output out, and copy the drafter first to keep the old one"
+        )
     if output.is_dir() or not output.parent.is_dir():
         raise DsparkError(f"--output ({output}) is a folder or in none that exists; name a file, or make its folder")
     for name in ("num_sequences", "max_length"):

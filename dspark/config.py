@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFTER_LAYOUTS = ("auto", "deepspec", "speculators")
 DEFAULT_NUM_DRAFT_TOKENS = 5
 MAX_THREADS = 1024
+MAX_WAIT_TIME_S = 60.0
+AUTO_MAX_SIZE = 64  # running requests that an automatic batching.max_size makes room for
+SCHEDULERS = ("auto", "early_stop", "delayed", "threshold", "fixed")
+FALLBACK_STRATEGIES = ("auto", "off")
+DEFAULT_CONFIDENCE_THRESHOLD = 0.3
 VERIFICATIONS = ("rejection", "block", "coupled")
 
 
@@ -30,8 +36,24 @@ class SpeculationConfig:
     num_draft_tokens: int | None = None
     drafter_layout: str = "auto"  # how the files of a trained drafter are read; auto: as they say of themselves
     verification: str = "rejection"  # for unseeded requests; a request that names a seed gets "coupled"
+    # How many drafted tokens a step verifies. auto, early_stop, delayed: by confidences and the machine's speed; auto
+    # also decides whether to draft at all. threshold: those likely to survive. fixed: all.
+    scheduler: str = "auto"
+    confidence_threshold: float | None = None  # of scheduler threshold; None: `DEFAULT_CONFIDENCE_THRESHOLD`
+    fallback_strategy: str = "auto"  # auto: what fails in drafting costs drafts; off: it is the step's error
+    capacity_file: str | None = None  # SPS file with the machine's speed; None: measured at start and kept
 
     def __post_init__(self) -> None:
+        _require_one_of("speculation.scheduler", self.scheduler, SCHEDULERS)
+        _require_one_of("speculation.fallback_strategy", self.fallback_strategy, FALLBACK_STRATEGIES)
+        threshold = self.confidence_threshold
+        if threshold is not None and not 0.0 <= threshold <= 1.0:
+            raise ConfigError(f"speculation.confidence_threshold ({threshold}) must be from 0 to 1; change it")
+        if threshold is not None and self.scheduler != "threshold":
+            raise ConfigError(
+                f"speculation.confidence_threshold ({threshold}) has no effect with scheduler {self.scheduler!r}; "
+                "choose scheduler threshold or leave it out"
+            )
         if self.num_draft_tokens is not None:
             _require_at_least("speculation.num_draft_tokens", self.num_draft_tokens, 0)
             if self.num_draft_tokens > MAX_DRAFT_TOKENS:
@@ -46,17 +68,53 @@ class SpeculationConfig:
 class BatchingConfig:
     """How many requests share a step."""
 
-    max_size: int = 64  # running requests at most
+    min_size: int = 1  # requests that should start together; those who run never wait for it
+    max_size: int | None = None  # running requests at most; None: as many as KV cache and token budget hold
+    max_wait_time: float | str = "10ms"  # a request waits so long at most for min_size; "10ms", "1s", or seconds
     max_batch_tokens: int = 256  # tokens of one target pass at most; longer prompts are prefilled in chunks
+    # Requests are admitted while the predicted milliseconds per token of each stay below it, the rest queue; None: all.
+    target_tpot_ms: float | None = None
 
     def __post_init__(self) -> None:
-        _require_at_least("batching.max_size", self.max_size, 1)
+        _require_at_least("batching.min_size", self.min_size, 1)
         _require_at_least("batching.max_batch_tokens", self.max_batch_tokens, 16)
-        if self.max_batch_tokens < self.max_size:
+        if self.max_size is not None:
+            _require_at_least("batching.max_size", self.max_size, 1)
+            if self.max_batch_tokens < self.max_size:
+                raise ConfigError(
+                    f"batching.max_batch_tokens ({self.max_batch_tokens}) is below batching.max_size "
+                    f"({self.max_size}): each running request needs one token a step; raise it or lower max_size"
+                )
+        name = "max_batch_tokens" if self.max_size is None else "max_size"
+        limit = self.max_batch_tokens if self.max_size is None else self.max_size
+        if self.min_size > limit:
             raise ConfigError(
-                f"batching.max_batch_tokens ({self.max_batch_tokens}) is below batching.max_size "
-                f"({self.max_size}): each running request needs one token a step; raise it or lower max_size"
+                f"batching.min_size ({self.min_size}) exceeds batching.{name} ({limit}), so that no batch could ever "
+                f"have it; lower min_size or raise {name}"
             )
+        if self.target_tpot_ms is not None and not 0.0 < self.target_tpot_ms < math.inf:
+            raise ConfigError(
+                f"batching.target_tpot_ms ({self.target_tpot_ms}) must be a finite number of milliseconds above 0; "
+                "leave it out for no target"
+            )
+        _seconds_of("batching.max_wait_time", self.max_wait_time)  # raises
+
+    @property
+    def max_wait_s(self) -> float:
+        """`max_wait_time` in seconds."""
+        return _seconds_of("batching.max_wait_time", self.max_wait_time)
+
+    @property
+    def target_tpot_s(self) -> float | None:
+        """`target_tpot_ms` in seconds."""
+        return None if self.target_tpot_ms is None else self.target_tpot_ms / 1000.0
+
+
+def resolved_max_size(batching: BatchingConfig) -> int:
+    """Return how many running requests to size pools and measurements for; of an automatic max_size more may run."""
+    if batching.max_size is not None:
+        return batching.max_size
+    return max(batching.min_size, min(AUTO_MAX_SIZE, batching.max_batch_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +122,8 @@ class CacheConfig:
     """The paged KV cache."""
 
     page_size: int = 16  # tokens per page
-    num_tokens: int | None = None  # capacity in tokens; None: max_size requests of 1024 tokens, at most 2 GiB in all
+    # Capacity in tokens; None: 1024 for each of max_size requests (64 if that is automatic), at most 2 GiB in all.
+    num_tokens: int | None = None
     prefix_caching: bool = True  # reuse the KV of prompts that begin alike
 
     def __post_init__(self) -> None:
@@ -149,7 +208,8 @@ def _build(cls: Any, settings: Mapping[str, Any], *, prefix: str) -> Any:
 
 def _require_type(name: str, value: Any, expected: Any) -> None:
     allowed = getattr(expected, "__args__", (expected,))
-    if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, allowed):
+    accepted = (*allowed, int) if float in allowed else allowed
+    if (isinstance(value, bool) and bool not in allowed) or not isinstance(value, accepted):
         wanted = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
         raise ConfigError(f"{name} ({value!r}) must be {wanted}, not {type(value).__name__}")
 
@@ -157,6 +217,24 @@ def _require_type(name: str, value: Any, expected: Any) -> None:
 def _require_at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise ConfigError(f"{name} ({value}) must be at least {low}; raise it")
+
+
+def _seconds_of(name: str, value: float | str) -> float:
+    """Read a time in seconds: a number, or a text with a number and perhaps the unit ms or s."""
+    text, unit_s = str(value).strip(), 1.0
+    if text.endswith("ms"):
+        text, unit_s = text.removesuffix("ms"), 1e-3
+    elif text.endswith("s"):
+        text = text.removesuffix("s")
+    try:
+        seconds = float(text) * unit_s
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 <= seconds <= MAX_WAIT_TIME_S:
+        raise ConfigError(
+            f"{name} ({value!r}) must be a time from 0 to {MAX_WAIT_TIME_S:g} seconds, such as 10ms, 1s or 0.01"
+        )
+    return seconds
 
 
 def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -14,12 +14,16 @@ from dspark.request import FinishReason, RequestOutput
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+RATIO_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+ERROR_BUCKETS = (0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+DRAFT_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
+SPECULATION_STATES = ("on", "switched_off", "open", "probing")
 # Benchmarks that add up every line of a counter's name would take its creation time for a count.
 disable_created_metrics()
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
-STEP_PHASES = ("schedule", "forward", "verify", "output", "draft")
+STEP_PHASES = ("schedule", "forward", "verify", "features", "output", "draft")
 
 
 # Our names for what is kept under vLLM's, so that everything is found under one prefix too.
@@ -108,12 +112,85 @@ class EngineMetrics:
         )
         self.num_steps = self._counter("dspark:steps", "Engine steps.")
         self.batch_tokens = self._histogram("dspark:batch_tokens", "Tokens per target pass.", LENGTH_BUCKETS)
+        self.batch_utilisation = self._histogram(
+            "dspark:batch_utilisation_ratio", "Tokens of a target pass per token budget.", RATIO_BUCKETS
+        )
+        self._add_scheduling()
         self._requests = self._labelled(
             Counter, "vllm:request_success", "Requests ended, by reason.", "finished_reason"
         )
         for reason in FinishReason:  # export zeros from the start, so that rates are right
             self._requests.labels(model_name, reason.value)
         self.registry.register(_OwnNames(self._sources))
+
+    def _add_scheduling(self) -> None:
+        """What the planner decides, how right it is, and what becomes of a drafter that fails."""
+        self._verified_length = self._histogram(
+            "dspark:verified_length", "Drafted tokens of a request that a step verifies.", DRAFT_BUCKETS
+        )
+        self._survival = self._labelled(
+            Histogram,
+            "dspark:survival",
+            "Estimated chance that a draft is accepted up to a position.",
+            "position",
+            buckets=RATIO_BUCKETS,
+        )
+        self._declined = self._labelled(
+            Counter, "dspark:drafts_declined", "Requests not drafted for, by why.", "reason"
+        )
+        self.num_probes = self._counter("dspark:drafting_probes", "Requests drafted for to see whether it pays again.")
+        self._predicted_s = self._gauge("dspark:predicted_step_seconds", "Predicted seconds of the latest step.")
+        self._actual_s = self._gauge("dspark:actual_step_seconds", "Seconds that the latest predicted step took.")
+        self._step_error = self._histogram(
+            "dspark:step_seconds_per_predicted", "Actual per predicted seconds of steps.", ERROR_BUCKETS
+        )
+        self._calibration_error = self._labelled(
+            Gauge, "dspark:calibration_error", "Rolling calibration error of confidences, by position.", "position"
+        )
+        self._state = self._labelled(Gauge, "dspark:speculation_state", "1 for the present state.", "state")
+        self.show_speculation_state("on")
+        self._breaker = self._labelled(
+            Counter, "dspark:breaker_changes", "Times that drafting was switched off or on again by itself.", "to"
+        )
+        self.num_plain_retries = self._counter("dspark:plain_retries", "Steps run again without drafts.")
+        self.memory_bandwidth = self._gauge(
+            "dspark:memory_bandwidth_bytes_per_second", "Weights read per second of target passes."
+        )
+        self.memory_bandwidth_peak = self._gauge(
+            "dspark:memory_bandwidth_peak_bytes_per_second", "What this machine reached when it was measured."
+        )
+
+    def observe_plan(self, length: int, survivals: Sequence[float]) -> None:
+        """Count one draft of which a step verifies `length` tokens; survivals a_1 .. of all of it."""
+        self._verified_length.observe(length)
+        for position, survival in enumerate(survivals):
+            self._survival.labels(self._model_name, str(position)).observe(survival)
+
+    def count_declined(self, reason: str, num_requests: int) -> None:
+        """Count requests that could have had a draft in this step and get none."""
+        if num_requests:
+            self._declined.labels(self._model_name, reason).inc(num_requests)
+
+    def observe_prediction(self, predicted_s: float, actual_s: float) -> None:
+        """Compare a step with what was predicted of it; both above 0."""
+        self._predicted_s.set(predicted_s)
+        self._actual_s.set(actual_s)
+        self._step_error.observe(actual_s / predicted_s)
+
+    def show_calibration_error(self, errors: Sequence[float | None]) -> None:
+        """Set the rolling calibration error of each position where it is known."""
+        for position, error in enumerate(errors):
+            if error is not None:
+                self._calibration_error.labels(self._model_name, str(position)).set(error)
+
+    def show_speculation_state(self, state: str) -> None:
+        """Set which of `SPECULATION_STATES` holds."""
+        for name in SPECULATION_STATES:
+            self._state.labels(self._model_name, name).set(name == state)
+
+    def count_breaker(self, to: str) -> None:
+        """Count a change of the drafter's breaker, to "open" or "closed"."""
+        self._breaker.labels(self._model_name, to).inc()
 
     def observe_round(self, proposer: str, *, num_verified: int, num_accepted: int, num_emitted: int) -> None:
         """Count one verification round of one request that had a draft, made by `proposer`."""
@@ -129,10 +206,11 @@ class EngineMetrics:
         for position in range(num_accepted):
             self._accepted_per_position.labels(self._model_name, str(position)).inc()
 
-    def observe_step(self, phase_s: dict[str, float], num_tokens: int) -> None:
-        """Count one step: seconds by phase (`STEP_PHASES`) and the tokens in its target pass."""
+    def observe_step(self, phase_s: dict[str, float], num_tokens: int, max_tokens: int) -> None:
+        """Count one step: seconds by phase (`STEP_PHASES`), the tokens in its target pass and the token budget."""
         self.num_steps.inc()
         self.batch_tokens.observe(num_tokens)
+        self.batch_utilisation.observe(num_tokens / max_tokens)
         for phase, seconds in phase_s.items():
             self._step_s.labels(self._model_name, phase).inc(seconds)
 

@@ -69,7 +69,8 @@ class RecordingProposer(DSparkProposer):
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         drafts = super().propose(contexts)
         for context, draft in zip(contexts, drafts, strict=True):
-            self.recorded.append(Recorded(context=context, token_ids=list(context.token_ids), draft=draft))
+            if context.joins_pass:
+                self.recorded.append(Recorded(context=context, token_ids=list(context.token_ids), draft=draft))
         if self._correct is None:
             return drafts
         return [self._correct(context, draft) for context, draft in zip(contexts, drafts, strict=True)]

@@ -43,6 +43,8 @@ class FakeEngine:
         defaults: dict[str, Any] | None = None,
     ) -> None:
         self.model_name = "toy"
+        self.wait_s = 0.0
+        self.drafting: Any = None
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
         self.tokenizer = tokenizer or byte_level_tokenizer()

@@ -1,17 +1,18 @@
-"""A toy drafter that says c_1 of each draft beforehand, and remembers for whom its rounds began and what they drew."""
+"""A toy drafter that says c_1 of each draft beforehand, and remembers for whom its pass ran and what it drew."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dspark.speculation.proposal import Draft, DraftContext, DraftRound, Proposer
+from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, DraftRound, Forecast, Proposer
 
 
 class StatedProposer(Proposer):
-    """Drafts what `inner` drafts and states `confidence(context)` as c_1."""
+    """Drafts what `inner` drafts and states `confidence(context)` as c_1; it forecasts one token of that survival."""
 
     name = "stated"
     has_confidences = True
+    has_pass = True
 
     def __init__(self, inner: Proposer, confidence: Callable[[DraftContext], float]) -> None:
         self.inner = inner
@@ -20,10 +21,18 @@ class StatedProposer(Proposer):
         self.drafted: list[list[str]] = []
         self.verdicts: list[tuple[str, int, int]] = []  # request id, verified, accepted
 
+    def forecast(self, contexts: Sequence[DraftContext]) -> list[Forecast]:
+        return [Forecast(paid=[self.confidence(context)]) for context in contexts]
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return self.begin(contexts).draft(range(len(contexts)))
+        joining = [i for i, context in enumerate(contexts) if context.joins_pass]
+        if not joining:
+            return [NO_DRAFT] * len(contexts)
+        drafts = dict(zip(joining, self.begin([contexts[i] for i in joining]).draft(range(len(joining))), strict=True))
+        return [drafts.get(i, NO_DRAFT) for i in range(len(contexts))]
 
     def begin(self, contexts: Sequence[DraftContext]) -> DraftRound:
+        assert all(context.joins_pass for context in contexts), "the pass was begun for one that does not join"
         self.begun.append([context.request_id for context in contexts])
         return _Round(self, contexts)
 

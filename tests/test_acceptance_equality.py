@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from training_cases import CPU, answer, conversation, save_target, settings, write_records
 
 import dspark.engine.engine
-from dspark.config import BatchingConfig, CacheConfig, EngineConfig
+from dspark.config import BatchingConfig, CacheConfig, EngineConfig, SpeculationConfig
 from dspark.engine.build import load_engine
 from dspark.evaluation.acceptance import Round, ServedAcceptance, ServedText, serve_texts
 from dspark.models.decoder import Decoder
@@ -81,6 +81,7 @@ def serve(
     config = EngineConfig(
         model=str(target_folder),
         drafter=str(drafter_folder),
+        speculation=SpeculationConfig(scheduler="fixed"),
         batching=BatchingConfig(max_size=4, max_batch_tokens=64),
         cache=CacheConfig(prefix_caching=False),
     )
@@ -250,6 +251,7 @@ def test_features_of_trainer_and_engine_are_equal_bit_for_bit(
     config = EngineConfig(
         model=str(target_folder),
         drafter=str(drafter_folder),
+        speculation=SpeculationConfig(scheduler="fixed"),
         batching=BatchingConfig(max_size=1, max_batch_tokens=chunk),
     )
     request = Request(request_id="0", prompt_token_ids=text, sampling=SamplingParams(temperature=0, max_tokens=1))

@@ -22,6 +22,7 @@ ALLOWED = {room: set(ROOMS[: i + 1]) for i, room in enumerate(ROOMS)} | {
 }
 WITHOUT_TORCH = (
     "engine.scheduler",
+    "engine.pace",
     "engine.detokenizer",
     "engine.page_allocator",
     "engine.output",
@@ -31,8 +32,15 @@ WITHOUT_TORCH = (
     "cli",
     "training.config",
     "speculation.calibration",
+    "speculation.online_calibration",
     "speculation.capacity",
+    "speculation.planner",
     "speculation.prefix_scheduler",
+    "speculation.combined",
+    "speculation.match_rates",
+    "speculation.ngram",
+    "speculation.position_rates",
+    "speculation.proposal",
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

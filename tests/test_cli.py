@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dspark.cli import ENGINE_FLAGS, build_parser, engine_config, main
+from dspark.cli import build_parser, main
+from dspark.cli_engine import ENGINE_FLAGS, engine_config
 from dspark.config import EngineConfig
 
-VERBS = ("serve", "generate", "bench", "fetch")
+VERBS = tuple(build_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
 
 
 def test_no_flags_are_the_default_settings():
@@ -29,7 +30,8 @@ def test_flags_win_over_the_file(tmp_path):
 
 def test_every_engine_flag_reaches_its_setting():
     values = {"dtype": "bfloat16", "verification": "coupled", "model": "m", "drafter": "none", "device": "meta"}
-    values["drafter_layout"] = "speculators"
+    values |= {"drafter_layout": "speculators", "max_wait_time": "48ms", "scheduler": "threshold"}
+    values |= {"confidence_threshold": 0.48, "fallback_strategy": "off", "capacity_file": "sps.json"}
     argv, expected = ["serve", "--no-prefix-caching"], {"prefix_caching": False}
     for flag in ENGINE_FLAGS:
         if flag != "prefix_caching":

@@ -11,6 +11,7 @@ from drafter_cases import make_config, make_tensors
 from training_cases import CPU, save_target, write_conversations, write_records
 
 from dspark.cli import main
+from dspark.models.drafter_calibration import load_confidence_head
 from dspark.models.drafter_checkpoint import save_drafter
 from dspark.models.weights import load_decoder
 
@@ -28,6 +29,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def data(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     decoder = load_decoder(Path(target), dtype=torch.float32, device=CPU)
     return str(write_conversations(tmp_path_factory.mktemp("calibrate") / "answers.jsonl", decoder, 4))
+
+
+@pytest.fixture(scope="module")
+def many(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Enough texts to refit a head to."""
+    decoder = load_decoder(Path(target), dtype=torch.float32, device=CPU)
+    return str(write_conversations(tmp_path_factory.mktemp("calibrate") / "many.jsonl", decoder, 12))
 
 
 @pytest.fixture
@@ -65,6 +73,41 @@ def test_the_file_is_written_beside_the_drafter_and_used_from_then_on(
     assert list(drafter.glob(".*")) == []
 
 
+def test_a_refitted_head_is_stored_in_the_drafter_with_its_temperatures(
+    target: str, many: str, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (drafter / "sts.json").write_text("of the old head")
+    before = load_confidence_head(drafter)
+    plot = tmp_path / "plot.svg"
+    flags = ["--target", target, "--plot", str(plot), "--refit-head"]
+    status, out, _ = run(capsys, "calibrate", str(drafter), many, *flags)
+    assert (status, out.splitlines()[-1]) == (0, str(drafter / "sts.json"))
+    assert "refitted head" in out
+    assert "refitted head" in plot.read_text()
+    content = json.loads((drafter / "sts.json").read_text())
+    assert len(content["temperatures"]) == len(content["ece_refitted"]) == 3
+    record = content["refitted_head"]
+    after = load_confidence_head(drafter)
+    assert record.keys() == {"scale", "offset", "penalty"}
+    if record["penalty"] is None:
+        assert after.weights == pytest.approx(record["scale"] * before.weights)
+    assert (after.bias, after.weights[0]) != (before.bias, before.weights[0])
+
+
+def test_an_interruption_leaves_the_new_head_without_temperatures_of_the_old(
+    target: str, many: str, drafter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    (drafter / "sts.json").write_text("of the old head")
+    monkeypatch.setattr("dspark.training.calibrate.write_calibration", interrupted)
+    status, _, _ = run(capsys, "calibrate", str(drafter), many, "--target", target, "--refit-head")
+    assert status == 130
+    assert not (drafter / "sts.json").exists()
+    assert load_confidence_head(drafter).bias != pytest.approx(float(make_tensors(CONFIG)["confidence_head.proj.bias"]))
+
+
 def test_the_file_can_stand_elsewhere_and_says_the_same_again(
     target: str, data: str, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +143,7 @@ def test_ctrl_c_leaves_the_old_file(
         (["absent", "DATA"], "the drafter (absent) is not a folder"),
         (["DRAFTER", "PROMPTS"], "line 1 has the keys prompt and no answer"),
         (["DRAFTER", "DATA", "--output", "absent/sts.json"], "--output (absent/sts.json) is a folder or in none"),
+        (["DRAFTER", "DATA", "--refit-head", "--output", "a.json"], "--output (a.json) does not go with --refit-head"),
         (["DRAFTER", "DATA", "--plot", "a.pdf"], "a.pdf must end in .svg or .png"),
         (["DRAFTER", "DATA", "--max-length", "0"], "--max-length (0) must be at least 1"),
         (["DRAFTER", "DATA", "--temperatures", "0.7"], "temperatures (0.7) must be 0, 1 or both"),

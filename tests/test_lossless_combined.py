@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,6 +150,30 @@ def test_a_request_may_draft_not_at_all_while_its_neighbours_do():
         assert (transcripts[f"r{i}"].last.speculation.num_drafted > 0) == bool(i % 2)
 
 
+class HalfJoining(CombinedProposer):
+    """Lets a request join the drafting pass by a hash of its text."""
+
+    def propose(self, contexts):
+        return super().propose([replace(c, joins_pass=hashed_confidence(c) < 0.5) for c in contexts])
+
+
+def test_texts_do_not_depend_on_who_joins_the_drafting_pass():
+    params = [
+        SamplingParams(temperature=(0.0, 1.0)[i % 2], seed=(None, 50 + i)[i % 2], max_tokens=24)
+        for i in range(len(PROMPTS))
+    ]
+    requests = make_requests(PROMPTS, params)
+    plain = [run_requests(make_engine(stuttering_rule, VOCAB), [r])[r.request_id].token_ids for r in requests]
+    drafter = StatedProposer(soft_proposer(stuttering_rule, VOCAB), hashed_confidence)
+    proposer = HalfJoining(drafter)
+    engine = make_engine(stuttering_rule, VOCAB, proposer=proposer, num_pages=40, max_batch_size=6, max_model_len=80)
+    transcripts = serve_in_a_crowd(engine, requests)
+    assert [transcripts[r.request_id].token_ids for r in requests] == plain
+    assert proposer.num_requests == 0
+    assert counted(engine, "dspark:drafter_failures_total") == 0
+    assert min(num_rounds(engine, "stated"), num_rounds(engine, "ngram")) > 10
+
+
 # -- the law ---------------------------------------------------------------------------------------------------------
 
 TABLE = np.array([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]])
@@ -234,8 +259,8 @@ class ScriptedNgram(NgramProposer):
         right = self._plain_texts[index][len(text) - len(TINY_PROMPTS[index]) :][: chance % 5]
         if chance % 3 == 0:
             return None
-        draft = Draft(token_ids=[*right, *[1] * context.num_draft_tokens][: context.num_draft_tokens])
-        return NgramMatch(draft=draft, num_matched=(2, 4, 16)[chance % 7 % 3], period=40, is_contested=False)
+        token_ids = [*right, *[1] * context.num_draft_tokens][: context.num_draft_tokens]
+        return NgramMatch(token_ids=token_ids, num_matched=(2, 4, 16)[chance % 7 % 3], period=40, is_contested=False)
 
 
 def combined_with_script(drafter: Proposer, plain_texts: Sequence[list[int]]) -> CombinedProposer:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from dspark.batch import BatchRow
-from dspark.config import EngineConfig
+from dspark.config import DEFAULT_CONFIDENCE_THRESHOLD, EngineConfig, SpeculationConfig, resolved_max_size
+from dspark.engine.capacity_cache import machine_times
+from dspark.engine.compute_thread import ComputeThread
 from dspark.engine.drafter_choice import DrafterChoice, choose_drafter
+from dspark.engine.drafting import num_draft_tokens
 from dspark.engine.engine import Engine
 from dspark.engine.page_allocator import PageAllocator
+from dspark.engine.profile_rows import ProfileLimits
 from dspark.engine.runner import Runner
 from dspark.errors import CheckpointError, ConfigError, RequestError
 from dspark.models.decoder import Decoder
@@ -32,13 +38,17 @@ from dspark.models.tokenizer import (
 )
 from dspark.models.weights import load_decoder
 from dspark.request import SamplingParams
+from dspark.speculation.capacity import MeasuredTimes, StepTimes
 from dspark.speculation.combined import CombinedProposer
 from dspark.speculation.draft_model import DraftModelProposer
 from dspark.speculation.dspark_drafter import DSparkProposer
 from dspark.speculation.ngram import NgramProposer
+from dspark.speculation.planner import TIMED_SCHEDULERS, Planner
 from dspark.speculation.proposal import Proposer
 
 logger = logging.getLogger(__name__)
+
+WrapProposer = Callable[[Proposer], Proposer]
 
 DEFAULT_TOKENS_PER_REQUEST = 1024
 DEFAULT_CACHE_BYTES = 2 * 2**30
@@ -46,24 +56,31 @@ DEFAULT_CACHE_BYTES = 2 * 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """Weights and text side of one model folder; several engines may share it."""
+    """Weights and text side of one model folder; several engines may share it, and the thread that computes."""
 
     folder: ModelFolder
     decoder: Decoder
     tokenizer: Tokenizer
     generation_defaults: GenerationDefaults
+    compute: ComputeThread
 
 
-def load_engine(config: EngineConfig) -> Engine:
+def load_engine(config: EngineConfig, *, wrap_proposer: WrapProposer | None = None) -> Engine:
     """Load everything `config` names and return an engine that is ready for requests.
 
-    Raises `ConfigError` for settings that do not fit, `CheckpointError` for a model that cannot be used.
+    `wrap_proposer` is given the drafter and returns what drafts in its place. Raises `ConfigError` for settings that do
+    not fit, `CheckpointError` for a model that cannot be used.
     """
-    return build_engine(load_model(config.model, config), config)
+    return build_engine(load_model(config.model, config), config, wrap_proposer=wrap_proposer)
 
 
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
     """Load the weights and tokenizer of `name` in the dtype and on the device of `config`."""
+    compute = ComputeThread()
+    return compute.run(lambda: _load_model(name, config, compute))
+
+
+def _load_model(name: str, config: EngineConfig, compute: ComputeThread) -> LoadedModel:
     device = open_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -74,11 +91,27 @@ def load_model(name: str, config: EngineConfig) -> LoadedModel:
         decoder=decoder,
         tokenizer=load_tokenizer(folder.path),
         generation_defaults=load_generation_defaults(folder.path),
+        compute=compute,
     )
 
 
-def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
-    """Return an engine over a loaded model, with a KV pool and a proposer of its own."""
+def build_engine(
+    model: LoadedModel,
+    config: EngineConfig,
+    *,
+    wrap_proposer: WrapProposer | None = None,
+    measure_anew: bool = False,
+) -> Engine:
+    """Return an engine over a loaded model, with a KV pool, a proposer and a planner of its own.
+
+    The machine is measured first where the schedulers need that and the user's cache does not have it, or in any case.
+    """
+    return model.compute.run(lambda: _build_engine(model, config, wrap_proposer, measure_anew))
+
+
+def _build_engine(
+    model: LoadedModel, config: EngineConfig, wrap_proposer: WrapProposer | None, measure_anew: bool
+) -> Engine:
     _check_text_side(model)
     choice = choose_drafter(config.drafter, model.folder)
     drafter = _load_drafter(model, choice, config)
@@ -96,15 +129,42 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         )
     proposer = _make_proposer(model, choice, drafter, num_pages, config)
     tapped_layers = () if proposer is None else proposer.tapped_layers
+    runner = Runner(model.decoder, num_pages=num_pages, page_size=page_size, tapped_layers=tapped_layers)
+    max_model_len = min(max_model_len, num_pages * page_size)
+    limits = ProfileLimits(
+        max_batch_tokens=config.batching.max_batch_tokens,
+        max_size=resolved_max_size(config.batching),
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_draft_tokens=0 if proposer is None else num_draft_tokens(config.speculation, proposer),
+    )
+    times = None
+    if _needs_times(config):
+        times = machine_times(
+            model,
+            choice,
+            config,
+            runner=runner,
+            proposer=proposer,
+            limits=limits,
+            capacity_file=None if config.speculation.capacity_file is None else Path(config.speculation.capacity_file),
+            anew=measure_anew,
+        ).times
+    planner = _make_planner(config.speculation, times, limits.num_draft_tokens)
+    if proposer is not None and wrap_proposer is not None:
+        proposer = wrap_proposer(proposer)
     return Engine(
-        runner=Runner(model.decoder, num_pages=num_pages, page_size=page_size, tapped_layers=tapped_layers),
+        runner=runner,
         tokenizer=model.tokenizer,
         allocator=PageAllocator(num_pages, page_size, prefix_caching=config.cache.prefix_caching),
         vocab_size=model.decoder.config.vocab_size,
-        max_model_len=min(max_model_len, num_pages * page_size),
+        max_model_len=max_model_len,
         config=config,
         generation_defaults=model.generation_defaults,
         proposer=proposer,
+        planner=planner,
+        compute=model.compute,
         model_name=model.folder.name,
     )
 
@@ -112,7 +172,8 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
 def warm_up(engine: Engine) -> None:
     """Do once what the first request would otherwise wait for: touch the weights, load what chat templates need."""
     # Nobody owns page 0 yet; whoever gets it writes it before reading it.
-    engine.runner.execute([BatchRow(token_ids=[0], start_position=0, page_ids=[0], num_logits=1)])
+    row = BatchRow(token_ids=[0], start_position=0, page_ids=[0], num_logits=1)
+    engine.compute.run(lambda: engine.runner.execute([row]))
     if engine.tokenizer.has_chat_template:
         with contextlib.suppress(RequestError):  # a template may want more than one user turn
             engine.tokenizer.render_chat([{"role": "user", "content": ""}])
@@ -152,7 +213,7 @@ def _load_drafter(model: LoadedModel, choice: DrafterChoice, config: EngineConfi
         if not trained.config.has_confidence_head:
             logger.info("the drafter in %s has no confidence head: confidence scheduling is not available", folder)
         return trained
-    drafter = load_model(choice.source, config)
+    drafter = _load_model(choice.source, config, model.compute)
     _check_text_side(drafter)
     compare_vocabularies(model.tokenizer, drafter.tokenizer)
     return drafter
@@ -188,6 +249,20 @@ def _drafter_proposer(
     )
 
 
+def _needs_times(config: EngineConfig) -> bool:
+    return config.speculation.scheduler in TIMED_SCHEDULERS or config.batching.target_tpot_ms is not None
+
+
+def _make_planner(speculation: SpeculationConfig, times: MeasuredTimes | None, draft_length: int) -> Planner:
+    threshold = speculation.confidence_threshold
+    return Planner(
+        scheduler=speculation.scheduler,
+        times=None if times is None else StepTimes(times),
+        confidence_threshold=DEFAULT_CONFIDENCE_THRESHOLD if threshold is None else threshold,
+        num_draft_tokens=draft_length,
+    )
+
+
 def _max_model_len(decoder: Decoder, config: EngineConfig) -> int:
     limit = decoder.config.max_position
     if config.max_model_len is None:
@@ -212,7 +287,7 @@ def _cache_tokens(bytes_per_token: int, max_model_len: int, config: EngineConfig
     """Return the KV capacity in tokens: as configured, or what the default number of bytes holds in all pools."""
     if config.cache.num_tokens is not None:
         return config.cache.num_tokens
-    wanted = max(max_model_len, config.batching.max_size * DEFAULT_TOKENS_PER_REQUEST)
+    wanted = max(max_model_len, resolved_max_size(config.batching) * DEFAULT_TOKENS_PER_REQUEST)
     return min(wanted, DEFAULT_CACHE_BYTES // bytes_per_token)
 
 

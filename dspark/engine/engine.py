@@ -6,30 +6,37 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from dspark.batch import BatchRow
-from dspark.config import DEFAULT_NUM_DRAFT_TOKENS, EngineConfig
-from dspark.engine.acceptance_watch import AcceptanceWatch
-from dspark.engine.draft_check import check_drafts
+from dspark.config import EngineConfig
+from dspark.engine.compute_thread import ComputeThread
+from dspark.engine.drafting import Drafting
 from dspark.engine.output import OutputProcessor
+from dspark.engine.pace import StepSize
 from dspark.engine.page_allocator import PageAllocator
+from dspark.engine.request_check import check_request
 from dspark.engine.runner import TargetRunner
-from dspark.engine.scheduler import ScheduledRow, Scheduler
+from dspark.engine.scheduler import ScheduledRow, Scheduler, verify_all
 from dspark.engine.sequence import Sequence, request_seed
 from dspark.errors import RequestError
 from dspark.metrics import STEP_PHASES, EngineMetrics
 from dspark.models.tokenizer import GenerationDefaults, Tokenizer
 from dspark.request import FinishReason, Request, RequestOutput
-from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
+from dspark.speculation.planner import Planner
+from dspark.speculation.proposal import NO_DRAFT, Draft, Proposer
 from dspark.speculation.verification import VerificationResult, VerificationRow, verify_batch
 
 logger = logging.getLogger(__name__)
+
+TOKENS_PER_STEP_RATE = 0.05  # of the running mean of what a decoding request gets from a step
 
 
 class Engine:
     """Serves requests from one thread: `add_request`, `abort` and `step` must not run at the same time.
 
-    `vocab_size` is the target's; every prompt and drafted id stays below it. `proposer` None is plain decoding.
+    `vocab_size` is the target's; every prompt and drafted id stays below it. `proposer` None is plain decoding,
+    `planner` None drafts for all and verifies all. Tensors are computed in `compute`'s thread.
     """
 
     def __init__(
@@ -43,6 +50,8 @@ class Engine:
         config: EngineConfig,
         generation_defaults: GenerationDefaults,
         proposer: Proposer | None = None,
+        planner: Planner | None = None,
+        compute: ComputeThread | None = None,
         model_name: str | None = None,
     ) -> None:
         self.model_name = model_name or config.model
@@ -52,63 +61,35 @@ class Engine:
         self.max_model_len = max_model_len
         self.metrics = EngineMetrics(self.model_name)
         self.allocator = allocator
-        self.scheduler = Scheduler(config.batching, allocator)
         self.runner = runner
-        self._proposer = proposer
+        self.compute = compute or ComputeThread()
+        self.planner = planner
+        self.drafting: Drafting | None = None
+        if proposer is not None:
+            self.drafting = Drafting(
+                proposer,
+                compute=self.compute,
+                planner=planner,
+                allocator=allocator,
+                vocab_size=vocab_size,
+                speculation=config.speculation,
+                metrics=self.metrics,
+            )
+        self.scheduler = self._make_scheduler(config)
         self._config = config
         self._sequences: dict[str, Sequence] = {}
         self._pending_outputs: list[RequestOutput] = []
         self._phase_s: dict[str, float] = {}
-        self._num_drafter_failures = 0
-        self._num_draft_tokens = _num_draft_tokens(config, proposer)
-        self._acceptance_watch = AcceptanceWatch()
+        self._tokens_per_step = 1.0  # that a decoding request got lately, on average
 
     def validate(self, request: Request) -> None:
         """Raise `RequestError` when this model cannot serve the request. Pure; callable from any thread."""
-        prompt = request.prompt_token_ids
-        if not len(prompt):
-            raise RequestError("prompt is empty; give at least one token", param="prompt")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but the context holds {self.max_model_len} and at least one "
-                "must be left for the answer; shorten the prompt",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        bad_id = next((i for i in prompt if not 0 <= i < self.vocab_size), None)
-        if bad_id is not None:
-            raise RequestError(
-                f"prompt holds token id {bad_id}, but ids of this model are 0 to {self.vocab_size - 1}", param="prompt"
-            )
-        bad_id = next((i for i in request.sampling.stop_token_ids if i >= self.vocab_size), None)
-        if bad_id is not None:
-            raise RequestError(
-                f"stop_token_ids holds {bad_id}, but ids of this model are 0 to {self.vocab_size - 1}",
-                param="stop_token_ids",
-            )
-        self._validate_draft_length(request.sampling.num_draft_tokens)
-        if request.sampling.min_tokens and len(set(request.sampling.stop_token_ids)) >= self.vocab_size:
-            raise RequestError(
-                f"stop_token_ids holds all {self.vocab_size} ids of this model, so that nothing could come out before "
-                f"min_tokens ({request.sampling.min_tokens}); use fewer ids or no min_tokens",
-                param="stop_token_ids",
-            )
-        max_tokens = request.sampling.max_tokens
-        if max_tokens is not None and len(prompt) + max_tokens > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together more than the context "
-                f"of {self.max_model_len}; lower max_tokens, leave it out, or shorten the prompt",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-
-    def _validate_draft_length(self, num_draft_tokens: int | None) -> None:
-        limit = None if self._proposer is None else self._proposer.max_draft_tokens
-        if limit is not None and num_draft_tokens is not None and num_draft_tokens > limit:
-            raise RequestError(
-                f"num_draft_tokens ({num_draft_tokens}) exceeds the drafter's trained length ({limit}); lower it",
-                param="num_draft_tokens",
-            )
+        check_request(
+            request,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            max_draft_tokens=None if self.drafting is None else self.drafting.proposer.max_draft_tokens,
+        )
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` when it cannot be served or its id is in use."""
@@ -125,7 +106,7 @@ class Engine:
             eos_token_ids=self.generation_defaults.eos_token_ids,
             max_output_tokens=max_output_tokens,
         )
-        max_draft_tokens = self._num_draft_tokens
+        max_draft_tokens = 0 if self.drafting is None else self.drafting.num_draft_tokens
         if sampling.num_draft_tokens is not None:
             max_draft_tokens = sampling.num_draft_tokens
         sequence = Sequence(
@@ -139,6 +120,16 @@ class Engine:
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
+
+    def switch_speculation(self, is_on: bool) -> None:
+        """Draft again, or decode plainly until told otherwise; what is decoded is the same."""
+        if self.drafting is not None:
+            self.drafting.switch(is_on)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which `step` has nothing to do although there are requests, unless more arrive; mostly 0."""
+        return 0.0 if self._pending_outputs else self.scheduler.wait_s
 
     def abort(self, request_id: str) -> None:
         """End a request at once; its last output comes from the next `step`. Unknown ids are harmless."""
@@ -161,10 +152,6 @@ class Engine:
             self._count_admissions(step.rows)
         if step.rows:
             self._run(step.rows)
-            with self._timed("draft"):
-                self._draft()
-            num_tokens = sum(row.num_tokens + len(row.draft.token_ids) for row in step.rows)
-            self.metrics.observe_step(self._phase_s, num_tokens)
         self._update_gauges()
         outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
@@ -181,13 +168,14 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------
 
     def _run(self, rows: list[ScheduledRow]) -> None:
-        sampled = [row for row in rows if row.is_sampled]
-        with self._timed("forward"):
-            logits = self.runner.execute([_batch_row(row) for row in rows])
-        with self._timed("verify"):
-            results = verify_batch(logits, [_verification_row(row) for row in sampled]) if sampled else []
-        with self._timed("draft"):
-            self._hand_over_features(rows, results)
+        rows, results = self._verified(rows)
+        judged = zip(_sampled(rows), results, strict=True)
+        num_emitted = [len(result.token_ids) for row, result in judged if row.is_round]
+        size = StepSize().plus((r.sequence.num_computed, r.num_tokens + len(r.draft.token_ids)) for r in rows)
+        sampled = _sampled(rows)
+        if self.drafting is not None:
+            with self._timed("features"):
+                self.drafting.take_features(rows, results, self.runner, self._phase_s["forward"])
         with self._timed("output"):
             for row in rows:
                 row.sequence.num_computed += row.num_tokens
@@ -196,28 +184,31 @@ class Engine:
             for row in rows:
                 if row.sequence.page_ids:  # ended sequences registered theirs before giving them back
                     row.sequence.register_pages(self.allocator)
+        if self.drafting is not None:
+            with self._timed("draft"):
+                decoding = [sequence for sequence in self.scheduler.running if sequence.is_decoding]
+                self.drafting.draft(decoding, self.scheduler.coming_load())
+        self._learn(size, num_emitted)
 
-    def _hand_over_features(self, rows: list[ScheduledRow], results: list[VerificationResult]) -> None:
-        """Give the proposer the features of all that this step commits, before anyone can find its pages.
-
-        Of every request, also where it ends now or has no drafts: others may go on from its pages, and it may go on.
-        """
-        if self._proposer is None or not self._proposer.tapped_layers:
-            return
-        results_left = iter(results)
-        num_committed = []
-        for row in rows:
-            result = next(results_left) if row.is_sampled else None
-            if result is None:
-                num_committed.append(row.num_tokens)
-            else:
-                num_committed.append(0 if result.error is not None else row.num_tokens + result.num_accepted)
+    def _verified(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[VerificationResult]]:
+        """Run the target and judge the drafts; if that fails with drafts, once more without. Returns the rows run."""
         try:
-            self._proposer.take_features(self.runner.committed_features(num_committed))
-        except Exception:  # the context of these requests has a gap now: no drafts from it, and nobody inherits it
-            self._count_drafter_failure(self._proposer.name)
-            for row in rows:
-                row.sequence.max_draft_tokens, row.sequence.shares_pages = 0, False
+            return rows, self.compute.run(lambda: self._forward(rows))
+        except Exception:
+            has_drafts = any(row.draft.token_ids for row in rows)
+            if self._config.speculation.fallback_strategy == "off" or not has_drafts:
+                raise
+            logger.exception("a step that verified drafts failed; it is run again without them")
+            self.metrics.num_plain_retries.inc()
+            plain = [replace(row, draft=NO_DRAFT) for row in rows]
+            return plain, self.compute.run(lambda: self._forward(plain))
+
+    def _forward(self, rows: list[ScheduledRow]) -> list[VerificationResult]:
+        with self._timed("forward"):
+            logits = self.runner.execute([_batch_row(row) for row in rows])
+        sampled = [_verification_row(row) for row in _sampled(rows)]
+        with self._timed("verify"):
+            return verify_batch(logits, sampled) if sampled else []
 
     def _commit(self, row: ScheduledRow, result: VerificationResult) -> None:
         """Append what verification let through, up to where the request ends, and report it."""
@@ -247,40 +238,38 @@ class Engine:
             sequence.register_pages(self.allocator)
             self._end(sequence, output)
 
-    def _draft(self) -> None:
-        """Ask the proposer for the next round's drafts of all decoding requests that may have one."""
-        if self._proposer is None:
-            return
-        drafting = [
-            (sequence, length)
-            for sequence in self.scheduler.running
-            if sequence.is_decoding and (length := self._reserve_draft(sequence)) > 0
-        ]
-        if not drafting:
-            return
-        contexts = [_draft_context(sequence, length) for sequence, length in drafting]
-        try:
-            drafts = self._proposer.propose(contexts)
-            check_drafts(drafts, contexts, self.vocab_size)
-        except Exception:  # a drafter must never cost a request its answer: this round is decoded plainly
-            self._count_drafter_failure(self._proposer.name)
-            drafts = [NO_DRAFT] * len(drafting)
-        for (sequence, _), draft in zip(drafting, drafts, strict=True):
-            sequence.draft = draft
-            sequence.shrink_pages(len(sequence.token_ids) + len(draft.token_ids), self.allocator)
-            sequence.stats.num_drafted += len(draft.token_ids)
-            self.metrics.num_drafted.inc(len(draft.token_ids))
+    # -- pace ----------------------------------------------------------------------------------------------
 
-    def _reserve_draft(self, sequence: Sequence) -> int:
-        """Own pages for the next draft and return how long it may be; drafts never cost anyone else a page."""
-        num_tokens = len(sequence.token_ids)
-        # A round emits one token more than it verifies, so the last token left needs no draft.
-        length = min(sequence.max_draft_tokens, sequence.output.num_tokens_left - 1)
-        if length <= 0:
-            return 0
-        if not sequence.grow_pages(num_tokens + length, self.allocator):
-            length = len(sequence.page_ids) * self.allocator.page_size - num_tokens
-        return max(length, 0)
+    def _make_scheduler(self, config: EngineConfig) -> Scheduler:
+        planner, drafting = self.planner, self.drafting
+        return Scheduler(
+            config.batching,
+            self.allocator,
+            plan_lengths=verify_all if planner is None or drafting is None else drafting.plan_lengths,
+            step_s=None if planner is None or planner.times is None else planner.step_s,
+            tokens_per_step=lambda: self._tokens_per_step,
+        )
+
+    def _learn(self, size: StepSize, num_emitted: list[int]) -> None:
+        """Tell the planner and the metrics what this step held and took, and what its rounds gave."""
+        if num_emitted:
+            mean = sum(num_emitted) / len(num_emitted)
+            self._tokens_per_step += TOKENS_PER_STEP_RATE * (mean - self._tokens_per_step)
+        phases = self._phase_s
+        self.metrics.observe_step(phases, size.num_tokens, self._config.batching.max_batch_tokens)
+        if self.planner is None:
+            return
+        target_s, step_s = phases["forward"] + phases["features"], sum(phases.values())
+        if num_emitted and self.planner.predicted_step_s > 0.0:
+            self.metrics.observe_prediction(self.planner.predicted_step_s, step_s)
+        self.planner.observe_step(
+            num_tokens=size.num_tokens,
+            context_len=size.context_len,
+            target_s=target_s,
+            draft_s=phases["draft"],
+            num_drafted_for=0 if self.drafting is None else self.drafting.num_joined,
+            overhead_s=step_s - target_s - phases["draft"],
+        )
 
     # -- ends ----------------------------------------------------------------------------------------------
 
@@ -301,8 +290,8 @@ class Engine:
         self.metrics.observe_finish(output, e2e_s=now - sequence.request.arrival_time, tpot_s=tpot_s)
 
     def _forget_draft_state(self, sequence: Sequence) -> None:
-        if self._proposer is not None:
-            self._proposer.release(sequence.request_id)
+        if self.drafting is not None:
+            self.drafting.release(sequence.request_id)
 
     # -- counting ------------------------------------------------------------------------------------------
 
@@ -313,13 +302,8 @@ class Engine:
         stats.num_accepted += num_accepted
         stats.num_emitted += num_emitted
         if num_verified:
-            assert self._proposer is not None, draft
-            self._proposer.take_verdict(sequence.request_id, draft, num_accepted)
-            name = draft.proposer_name or self._proposer.name
-            self._acceptance_watch.observe(name, is_first_accepted=num_accepted > 0)
-            self.metrics.observe_round(
-                name, num_verified=num_verified, num_accepted=num_accepted, num_emitted=num_emitted
-            )
+            assert self.drafting is not None, draft
+            self.drafting.take_verdict(sequence, draft, num_accepted=num_accepted, num_emitted=num_emitted)
 
     def _count_admissions(self, rows: list[ScheduledRow]) -> None:
         for sequence in (row.sequence for row in rows):
@@ -329,14 +313,6 @@ class Engine:
                 self.metrics.prompt_tokens.inc(sequence.num_prompt_tokens)
                 self.metrics.prefix_cache_queries.inc(sequence.num_prompt_tokens)
                 self.metrics.prefix_cache_hits.inc(sequence.num_cached_tokens)
-
-    def _count_drafter_failure(self, name: str) -> None:
-        self._num_drafter_failures += 1
-        self.metrics.num_drafter_failures.inc()
-        if self._num_drafter_failures in (1, 10, 100) or self._num_drafter_failures % 1000 == 0:  # not at every step
-            logger.exception(
-                "the %s drafter failed (%d times so far); rounds go on without drafts", name, self._num_drafter_failures
-            )
 
     def _update_gauges(self) -> None:
         self.metrics.num_running.set(len(self.scheduler.running))
@@ -352,14 +328,8 @@ class Engine:
             self._phase_s[phase] += time.perf_counter() - start
 
 
-def _num_draft_tokens(config: EngineConfig, proposer: Proposer | None) -> int:
-    """Return the draft length of requests that name none: as configured, or the drafter's own."""
-    limit = None if proposer is None else proposer.max_draft_tokens
-    configured = config.speculation.num_draft_tokens
-    assert limit is None or configured is None or configured <= limit, (configured, limit)
-    if configured is not None:
-        return configured
-    return DEFAULT_NUM_DRAFT_TOKENS if limit is None else limit
+def _sampled(rows: list[ScheduledRow]) -> list[ScheduledRow]:
+    return [row for row in rows if row.is_sampled]
 
 
 def _batch_row(row: ScheduledRow) -> BatchRow:
@@ -383,17 +353,4 @@ def _verification_row(row: ScheduledRow) -> VerificationRow:
         anchor_position=len(sequence.token_ids) - 1,
         min_tokens_left=max(0, sequence.request.sampling.min_tokens - sequence.num_output_tokens),
         masked_token_ids=sequence.masked_token_ids,
-    )
-
-
-def _draft_context(sequence: Sequence, num_draft_tokens: int) -> DraftContext:
-    return DraftContext(
-        request_id=sequence.request_id,
-        token_ids=sequence.token_ids,
-        sampling=sequence.request.sampling,
-        seed=sequence.seed,
-        is_coupled=sequence.verification == "coupled",
-        num_draft_tokens=num_draft_tokens,
-        page_ids=sequence.page_ids,
-        page_serials=sequence.page_serials,
     )

@@ -95,16 +95,19 @@ Results = dict[str, dict[str, ServedAcceptance]]  # by temperature, then by task
 
 
 def load_serving_engine(config: EngineConfig, serving: ServingConfig) -> Engine:
-    """Load an engine that never shortens a draft for other work, and that computes every prompt from its start."""
+    """Load an engine that verifies every draft in full, whatever its chances, and computes prompts from their start."""
     longest = config.speculation.num_draft_tokens
     longest = MAX_DRAFT_TOKENS if longest is None else longest
     batching = replace(
         config.batching,
+        min_size=1,
         max_size=serving.concurrency,
         # Prefill takes at most half of what the anchors leave; the other half must hold a whole draft for everyone.
         max_batch_tokens=max(config.batching.max_batch_tokens, serving.concurrency * (1 + 2 * longest)),
     )
-    return load_engine(replace(config, batching=batching, cache=replace(config.cache, prefix_caching=False)))
+    speculation = replace(config.speculation, scheduler="fixed", confidence_threshold=None)
+    cache = replace(config.cache, prefix_caching=False)
+    return load_engine(replace(config, speculation=speculation, batching=batching, cache=cache))
 
 
 def load_tasks(files: Sequence[str], engine: Engine, serving: ServingConfig) -> dict[str, Task]:

@@ -21,8 +21,9 @@ from rich.table import Table
 
 import dspark
 from dspark.batch import BatchRow
-from dspark.config import BatchingConfig, EngineConfig
+from dspark.config import BatchingConfig, EngineConfig, resolved_max_size
 from dspark.engine.build import LoadedModel, build_engine, load_model
+from dspark.engine.capacity_cache import cpu_name
 from dspark.engine.engine import Engine
 from dspark.engine.runner import Runner
 from dspark.errors import ConfigError
@@ -131,7 +132,7 @@ def run_bench(
 def machine_description() -> dict[str, str | int | None]:
     """Say what the figures were measured on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "torch_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
@@ -171,7 +172,7 @@ def _roomy_batching(config: EngineConfig, concurrency: int) -> BatchingConfig:
     batching = config.batching
     return replace(
         batching,
-        max_size=max(batching.max_size, concurrency),
+        max_size=max(resolved_max_size(batching), concurrency),
         max_batch_tokens=max(batching.max_batch_tokens, concurrency),
     )
 
@@ -315,11 +316,3 @@ def _git_sha() -> str | None:
         ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -91,7 +91,7 @@ def plot_results(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def plot_calibration(calibration: Calibration, path: Path) -> None:
-    """Draw how reliable survivals are at each position, before and after; raises `DsparkError` as `plot_results`."""
+    """Draw how reliable survivals are at each position, at each stage; raises `DsparkError` as `plot_results`."""
     check_plot_path(path)
     num_positions = len(calibration.temperatures)
     num_columns = min(num_positions, 4)
@@ -103,6 +103,8 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
             spare.remove()
         for k in range(num_positions):
             _draw_points(axes[k], "before", 1, _points(calibration.reliability_before[k]))
+            if calibration.reliability_refitted is not None:
+                _draw_points(axes[k], "refitted head", 2, _points(calibration.reliability_refitted[k]))
             _draw_points(axes[k], "after", 0, _points(calibration.reliability_after[k]))
             before, after = calibration.ece_before[k], calibration.ece_after[k]
             _finish_reliability(axes[k], f"position {k + 1}: ECE {before:.1%}, after {after:.1%}")

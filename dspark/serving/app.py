@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 import dspark
 from dspark.errors import RequestError
 from dspark.request import Request
+from dspark.serving.admin import admin_route
 from dspark.serving.answers import DONE_EVENT, Answer, error_fields, to_event, to_json
 from dspark.serving.bridge import EngineBridge, EngineFailure, OutputStream
 from dspark.serving.protocol import (
@@ -37,9 +38,15 @@ from dspark.serving.protocol import (
 DEFAULT_MAX_BODY_BYTES = 8 * 2**20
 
 
-def create_app(bridge: EngineBridge, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> Starlette:
-    """Return the application. Its start-up starts the bridge; its shutdown aborts what still runs."""
+def create_app(
+    bridge: EngineBridge, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, admin_key: str | None = None
+) -> Starlette:
+    """Return the application. Its start-up starts the bridge; its shutdown aborts what still runs.
+
+    Without an admin key there are no routes under /admin.
+    """
     api = _Api(bridge, max_body_bytes)
+    routes = [] if admin_key is None else [admin_route(bridge, admin_key)]
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -56,6 +63,7 @@ def create_app(bridge: EngineBridge, *, max_body_bytes: int = DEFAULT_MAX_BODY_B
             Route("/health", api.health),
             Route("/metrics", api.metrics),
             Route("/version", api.version),
+            *routes,
         ],
         exception_handlers={
             RequestError: _answer_request_error,

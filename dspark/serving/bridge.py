@@ -78,6 +78,7 @@ class EngineBridge:
         self._loop: asyncio.AbstractEventLoop | None = None
         # On the event loop:
         self._streams: dict[str, OutputStream] = {}
+        self.wants_speculation = True  # what was asked for last
         self._is_draining = False
         self._has_ended = False
         self._is_idle = asyncio.Event()
@@ -124,6 +125,11 @@ class EngineBridge:
         if open_ids:
             self._commands.put(lambda: self._abort(open_ids))
             self._update_idle()
+
+    def switch_speculation(self, is_on: bool) -> None:
+        """Let the engine draft, or decode plainly, from its next step on."""
+        self.wants_speculation = is_on
+        self._commands.put(lambda: self.engine.switch_speculation(is_on))
 
     async def shutdown(self, timeout_s: float) -> None:
         """Take no more requests, let the running ones end for `timeout_s` seconds, abort the rest, stop the thread.
@@ -192,10 +198,12 @@ class EngineBridge:
             return True
 
     def _wait_s(self) -> float | None:
-        """How long to wait for a command: none with work at hand, for ever without, a moment after a failure."""
+        """How long to wait for a command: for ever without work, a moment after a failure, else as the engine says."""
         if not self.engine.has_unfinished():
             return None
-        return min(MAX_RETRY_DELAY_S, 0.01 * 4**self._num_failures) if self._num_failures else 0.0
+        if self._num_failures:
+            return min(MAX_RETRY_DELAY_S, 0.01 * 4**self._num_failures)
+        return self.engine.wait_s
 
     def _step(self) -> None:
         if not self.engine.has_unfinished():

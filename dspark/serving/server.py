@@ -35,6 +35,7 @@ def run_server(
     port: int = 8000,
     shutdown_timeout_s: float = 30.0,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    admin_key: str | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve the engine that `load_engine` makes until SIGINT or SIGTERM, then drain and return. Main thread only.
@@ -42,12 +43,12 @@ def run_server(
     The address is taken before the engine is loaded, so that a taken port shows at once (`ConfigError`); port 0
     takes a free one. While draining, new calls get 503, running ones have `shutdown_timeout_s` seconds to end, and
     what is left then ends with finish reason "abort". A second signal cuts that wait short, a third drops all
-    connections. `on_ready` gets the server's URL.
+    connections. `admin_key` opens the routes under /admin. `on_ready` gets the server's URL.
     """
     with bind_socket(host, port) as sock:
         bridge = EngineBridge(load_engine())
         config = uvicorn.Config(
-            create_app(bridge, max_body_bytes=max_body_bytes),
+            create_app(bridge, max_body_bytes=max_body_bytes, admin_key=admin_key),
             lifespan="on",
             log_config=None,  # the program that calls this decides about logging
             log_level="warning",

@@ -1,17 +1,25 @@
 """How often drafts of one kind were accepted lately: in all requests, and in each one as far as it is known. No torch.
 
-A draft's first token and the later ones have rates of their own: the rate of a later token is conditional on those
-before it.
+A draft's first token and the later ones have rates of their own (`position_rates` tells every position): the rate of
+a later token is conditional on those before it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 GLOBAL_DECAY = 0.998  # of the weight of earlier drafts per draft: the last 500 count
 REQUEST_DECAY = 0.9  # the last 10: a list ends, code begins
 PRIOR_WEIGHT = 20.0  # tokens that the starting rates count as
 GLOBAL_WEIGHT = 4.0  # tokens that the rates of all requests count as for one of them
+_MOST_COUNTED = 1e6  # no exported count is above: decay forgets
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,10 @@ class Rates:
     first: float
     later: float
 
+    def confidences(self, length: int) -> list[float]:
+        """Return c_1 .. c_k of a draft of `length`, each at most 1."""
+        return [min(1.0, self.first), *[min(1.0, self.later)] * (length - 1)][:length]
+
     def expected_accepted(self, length: int) -> float:
         """Return the number of accepted tokens to expect of a draft of `length`: the sum of its survivals."""
         survival, expected = self.first, 0.0
@@ -28,6 +40,9 @@ class Rates:
             expected += survival
             survival *= self.later
         return expected
+
+
+DRAFTER_PRIOR = Rates(first=0.5, later=0.5)  # of a drafter of which nothing is known
 
 
 class AcceptanceRates:
@@ -66,24 +81,65 @@ class AcceptanceRates:
         """Requests whose own rates are held."""
         return len(self._by_request)
 
+    def export(self) -> dict[str, Any]:
+        """Return what was counted in all requests, as JSON values."""
+        return {"first": self._all.first.export(), "later": self._all.later.export()}
+
+    def restore(self, state: object) -> None:
+        """Go on from exported counts. Raises `ValueError` for anything else, and is left as it was."""
+        if not isinstance(state, Mapping) or set(state) != {"first", "later"}:
+            raise ValueError(f"{reprlib.repr(state)} is not a first and a later count")
+        self._all = _Counts(Ratio.restored(state["first"]), Ratio.restored(state["later"]))
+
 
 @dataclass
-class _Ratio:
+class Ratio:
+    """Accepted tokens among those of which something was expected, the latest counting most."""
+
     num_accepted: float = 0.0
     num_expected: float = 0.0
 
-    def add(self, *, num_accepted: int, num_expected: float, decay: float) -> None:
+    def add(self, *, num_accepted: float, num_expected: float, decay: float) -> None:
+        """Count once more, after the earlier counts lost weight."""
         self.num_accepted = decay * self.num_accepted + num_accepted
         self.num_expected = decay * self.num_expected + num_expected
 
     def value(self, prior: float, weight: float) -> float:
+        """Return the rate, where `weight` tokens of rate `prior` count besides."""
         return (self.num_accepted + weight * prior) / (self.num_expected + weight)
+
+    def export(self) -> list[float]:
+        """Return both counts."""
+        return [self.num_accepted, self.num_expected]
+
+    @classmethod
+    def restored(cls, state: object) -> Ratio:
+        """Return exported counts. Raises `ValueError` for anything else."""
+        if (
+            not isinstance(state, list)
+            or len(state) != 2
+            or not all(type(n) in (int, float) and math.isfinite(n) and 0.0 <= n <= _MOST_COUNTED for n in state)
+        ):
+            raise ValueError(f"{reprlib.repr(state)} is not a pair of counts")
+        return cls(float(state[0]), float(state[1]))
+
+
+def restore_parts(proposer_name: str, state: object, restorers: Mapping[str, Callable[[Any], None]]) -> None:
+    """Hand each part of an exported state to its restorer; what is unknown or raises `ValueError` is warned of."""
+    parts = state if isinstance(state, Mapping) else {"the whole": state}
+    for name, part in parts.items():
+        try:
+            if name not in restorers:
+                raise ValueError("nothing here is known by that name")
+            restorers[name](part)
+        except ValueError as error:
+            logger.warning("saved rates %r of the %s drafter are ignored: %s", name, proposer_name, error)
 
 
 @dataclass
 class _Counts:
-    first: _Ratio = field(default_factory=_Ratio)
-    later: _Ratio = field(default_factory=_Ratio)
+    first: Ratio = field(default_factory=Ratio)
+    later: Ratio = field(default_factory=Ratio)
 
     def rates(self, prior: Rates, weight: float) -> Rates:
         return Rates(first=self.first.value(prior.first, weight), later=self.later.value(prior.later, weight))

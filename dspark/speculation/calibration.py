@@ -1,11 +1,13 @@
 """Calibration of a drafter's confidences: Sequential Temperature Scaling, and the error it lowers. NumPy only.
 
+A temperature pulls towards 0.5; what is wrong beyond that (an offset, other slopes) a refitted head undoes before.
+
 N rounds, K proposals of a round, S probabilities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 from dspark.errors import ConfigError
 
 NUM_BINS = 15
+NUM_FOLDS = 5  # of texts, to measure what was not fitted to
 # 0.25, 0.30 .. 4.00
 TEMPERATURES = tuple(round(0.25 + 0.05 * step, 2) for step in range(76))
 
@@ -27,46 +30,64 @@ class ReliabilityBin:
     num_slots: int
 
 
+# Fits the head to the rounds that a mask [N] chooses; returns the confidence logits [N, K] it then gives all rounds.
+Refit = Callable[[np.ndarray], np.ndarray]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Temperatures of a drafter's confidence logits, and how far survivals were from the truth without and with them.
 
     Errors are those of the survival a_k = c_1 .. c_k, measured on the rounds that were fitted to; `ece_cross_validated`
-    measures each half of the texts with temperatures fitted to the other.
+    measures each fifth of the texts with what was fitted to the others: temperatures, and the head if it was refitted.
     """
 
     num_rounds: int
     temperatures: tuple[float, ...]  # [K]
     ece_before: tuple[float, ...]  # [K]
+    ece_refitted: tuple[float, ...] | None  # [K] with the refitted head alone; None: it was not refitted
     ece_after: tuple[float, ...]  # [K]
     ece_cross_validated: tuple[float, ...] | None  # [K] None: a single text
     reliability_before: tuple[tuple[ReliabilityBin, ...], ...]  # [K] bins that hold a round
+    reliability_refitted: tuple[tuple[ReliabilityBin, ...], ...] | None
     reliability_after: tuple[tuple[ReliabilityBin, ...], ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return what `sts.json` holds of it; a file that other engines read, so the keys are theirs."""
         cross_validated = self.ece_cross_validated
+        refitted = {} if self.ece_refitted is None else {"ece_refitted": list(self.ece_refitted)}
         return {
             "temperatures": list(self.temperatures),
             "num_samples": self.num_rounds,
             "ece_before": list(self.ece_before),
             "ece_after": list(self.ece_after),
             "ece_cross_validated": None if cross_validated is None else list(cross_validated),
-        }
+        } | refitted
 
 
-def calibrate(confidence_logits: np.ndarray, acceptance: np.ndarray, text_ids: np.ndarray) -> Calibration:
-    """Fit temperatures to rounds [N, K] (as for `fit_temperatures`) of the texts `text_ids` [N], and measure them."""
-    temperatures = fit_temperatures(confidence_logits, acceptance)
-    before = survivals(confidence_logits, np.ones(len(temperatures)))
-    after = survivals(confidence_logits, temperatures)
+def calibrate(
+    confidence_logits: np.ndarray, acceptance: np.ndarray, text_ids: np.ndarray, *, refit: Refit | None = None
+) -> Calibration:
+    """Fit temperatures to rounds [N, K] (as for `fit_temperatures`) of the texts `text_ids` [N], and measure them.
+
+    With `refit` the temperatures are those of the refitted head, which is measured too.
+    """
+    _check_rounds(confidence_logits, acceptance)
+    refitted = None if refit is None else refit(np.ones(len(acceptance), dtype=bool))
+    logits = confidence_logits if refitted is None else refitted
+    temperatures = fit_temperatures(logits, acceptance)
+    ones = np.ones(len(temperatures))
+    before, after = survivals(confidence_logits, ones), survivals(logits, temperatures)
+    between = None if refitted is None else survivals(refitted, ones)
     return Calibration(
         num_rounds=len(acceptance),
         temperatures=temperatures,
         ece_before=_errors(before, acceptance),
+        ece_refitted=None if between is None else _errors(between, acceptance),
         ece_after=_errors(after, acceptance),
-        ece_cross_validated=_cross_validated_errors(confidence_logits, acceptance, text_ids),
+        ece_cross_validated=_cross_validated_errors(confidence_logits, acceptance, text_ids, refit),
         reliability_before=_reliability(before, acceptance),
+        reliability_refitted=None if between is None else _reliability(between, acceptance),
         reliability_after=_reliability(after, acceptance),
     )
 
@@ -150,15 +171,20 @@ def _reliability(survival: np.ndarray, acceptance: np.ndarray) -> tuple[tuple[Re
 
 
 def _cross_validated_errors(
-    confidence_logits: np.ndarray, acceptance: np.ndarray, text_ids: np.ndarray
+    confidence_logits: np.ndarray, acceptance: np.ndarray, text_ids: np.ndarray, refit: Refit | None
 ) -> tuple[float, ...] | None:
-    """Return the errors [K] of survivals that come from temperatures fitted to the other half of the texts."""
-    # Rounds of one text are alike, so a text belongs to one half as a whole.
-    is_second = np.unique(text_ids, return_inverse=True)[1] % 2 == 1
-    if not is_second.any():
+    """Return the errors [K] of survivals that come from what was fitted to the other texts; None for a single text."""
+    folds = folds_of(text_ids)
+    if folds.max() == 0:
         return None
     survival = np.empty(confidence_logits.shape)
-    for own in (is_second, ~is_second):
-        temperatures = fit_temperatures(confidence_logits[~own], acceptance[~own])
-        survival[own] = survivals(confidence_logits[own], temperatures)
+    for fold in range(folds.max() + 1):
+        own = folds == fold
+        logits = confidence_logits if refit is None else refit(~own)
+        survival[own] = survivals(logits[own], fit_temperatures(logits[~own], acceptance[~own]))
     return _errors(survival, acceptance)
+
+
+def folds_of(text_ids: np.ndarray) -> np.ndarray:
+    """Return the fold [N] of each round, 0 to at most 4: rounds of one text are alike, so they are in one."""
+    return np.unique(text_ids, return_inverse=True)[1] % NUM_FOLDS

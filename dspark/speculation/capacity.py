@@ -134,12 +134,14 @@ class StepTimes:
 
     def draft_s(self, num_requests: int) -> float:
         """Return the seconds of a drafting pass over so many requests; 0 for none. Ask only if `has_draft_times`."""
+        return float(self.drafts_s(np.array([num_requests]))[0])
+
+    def drafts_s(self, num_requests: np.ndarray) -> np.ndarray:
+        """Return `draft_s` [m] of several numbers of requests [m]."""
         assert self.measured.draft is not None and self._draft_drift is not None, "no drafting pass was measured"
-        if num_requests == 0:
-            return 0.0
         curve = self.measured.draft
         grid_s = np.array(curve.seconds) * self._draft_drift.factors
-        return float(_interpolated(np.array([num_requests]), curve.sizes, grid_s)[0])
+        return np.where(num_requests > 0, _interpolated(num_requests, curve.sizes, grid_s), 0.0)
 
     def observe_target(self, num_tokens: int, context_len: float, seconds: float) -> None:
         """Learn from a target step of production, timed as the measured ones were."""
@@ -216,6 +218,8 @@ def _pooled(medians: Sequence[float], errors: Sequence[float]) -> list[float]:
 
 def _interpolated(at: np.ndarray, sizes: Sequence[int], seconds: np.ndarray) -> np.ndarray:
     """Return the seconds [m] at sizes [m] of the curve through the grid points; see `TimeCurve`."""
+    if not (at > sizes[-1]).any():
+        return np.interp(at, sizes, seconds)
     rises = np.diff(seconds) / np.diff(sizes)
     rising = rises[rises > 0.0]
     slope = float(rising[-1]) if len(rising) else 0.0

@@ -7,15 +7,19 @@ model is the caller's. Legend: N rows of logits, M proposals of one pass, V targ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.batch import BatchRow
+from dspark.speculation.acceptance_rates import DRAFTER_PRIOR, restore_parts
 from dspark.speculation.open_draft import OpenDraft, draw_next
-from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
+from dspark.speculation.position_rates import PositionRates
+from dspark.speculation.prefix_scheduler import survivals_of
+from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Forecast, Proposer
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +54,14 @@ class DraftModelProposer(Proposer):
 
     `execute` runs rows over the draft model's pool and returns logits [N, V_draft] float32 of the last `num_logits`
     tokens of each row, in order. Committed tokens the model has not seen are fed first, at most `max_batch_tokens` a
-    call: a request with a long text gets no draft until later calls have fed it, and holds nobody up.
+    call: a request with a long text gets no draft until later calls have fed it, and holds nobody up. A request that
+    does not join the pass is not fed either, and catches up when it does.
+
+    Confidences are the running acceptance rates by position (`position_rates`), known before anything is drawn.
     """
 
     name = "draft_model"
+    has_pass = True
 
     def __init__(
         self,
@@ -76,15 +84,53 @@ class DraftModelProposer(Proposer):
         self._fed_texts: dict[str, _FedText] = {}
         # The serial under which a page was last filled with committed tokens from end to end; None: never.
         self._filled_serials: list[int | None] = [None] * num_pages
+        self._rates = PositionRates(DRAFTER_PRIOR)
 
-    @torch.inference_mode()
+    def forecast(self, contexts: Sequence[DraftContext]) -> list[Forecast]:
+        """Return the survivals that drafts of late had by position, in all requests and in this one."""
+        return [
+            Forecast(paid=survivals_of(self._rates.confidences(context.request_id, self._draft_len(context))))
+            for context in contexts
+        ]
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """Return one draft per context, in order. Synchronises once or twice per draft position.
 
         If `execute` raises, the error passes through and what it may have half written counts as unknown.
         """
-        drafting = {i: d for i, context in enumerate(contexts) if (d := self._begin(context)) is not None}
-        active = self._catch_up(list(drafting.values()))
+        joining = ((i, context) for i, context in enumerate(contexts) if context.joins_pass)
+        drafting = {i: d for i, context in joining if (d := self._begin(context)) is not None}
+        if not drafting:
+            return [NO_DRAFT] * len(contexts)
+        drafts = dict(zip(drafting, self._run_passes(list(drafting.values())), strict=True))
+        return [drafts.get(i, NO_DRAFT) for i in range(len(contexts))]
+
+    def take_verdict(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Learn from a verified draft."""
+        self._rates.observe(request_id, num_verified=len(draft.token_ids), num_accepted=num_accepted)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request; unknown ids are harmless. Full pages stay known, for other requests that share them."""
+        self._fed_texts.pop(request_id, None)
+        self._rates.release(request_id)
+
+    def export_state(self) -> dict[str, Any]:
+        """See `Proposer`."""
+        return {"positions": self._rates.export()}
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """See `Proposer`."""
+        restore_parts(self.name, state, {"positions": self._rates.restore})
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of which anything is held."""
+        return max(len(self._fed_texts), self._rates.num_requests)
+
+    @torch.inference_mode()
+    def _run_passes(self, drafting: Sequence[_Drafting]) -> list[Draft]:
+        """Draw all proposals, one pass per position, and return the drafts."""
+        active = self._catch_up(drafting)
         while active:
             rows = [
                 BatchRow(
@@ -96,25 +142,29 @@ class DraftModelProposer(Proposer):
                 for d in active
             ]
             active = self._advance(active, self._run(active, rows))
-        return [drafting[i].close() if i in drafting else NO_DRAFT for i in range(len(contexts))]
+        return [self._closed(d) for d in drafting]
 
-    def release(self, request_id: str) -> None:
-        """Forget a request; unknown ids are harmless. Full pages stay known, for other requests that share them."""
-        self._fed_texts.pop(request_id, None)
+    def _closed(self, drafting: _Drafting) -> Draft:
+        draft = drafting.close()
+        if not draft.token_ids:
+            return draft
+        rates = self._rates.confidences(drafting.context.request_id, len(draft.token_ids))
+        return replace(draft, confidences=rates)
 
-    @property
-    def num_requests(self) -> int:
-        """Requests whose text is held."""
-        return len(self._fed_texts)
+    def _draft_len(self, context: DraftContext) -> int:
+        """Return how long a draft may be; 0 for a request that was switched off or whose text passes the limit."""
+        fed = self._fed_texts.get(context.request_id)
+        if fed is not None and fed.is_switched_off:
+            return 0
+        return max(0, min(context.num_draft_tokens, self._max_model_len - len(context.token_ids)))
 
     # -- which KV is right ---------------------------------------------------------------------------------------
 
     def _begin(self, context: DraftContext) -> _Drafting | None:
         """Find out what of the committed text has right KV; None if the request gets no draft."""
-        num_tokens = len(context.token_ids)
-        length = min(context.num_draft_tokens, self._max_model_len - num_tokens)
+        num_tokens, length = len(context.token_ids), self._draft_len(context)
         fed = self._fed_texts.setdefault(context.request_id, _FedText())
-        if length <= 0 or fed.is_switched_off:
+        if not length:
             return None
         num_pages_needed = -(-(num_tokens + length) // self._page_size)
         assert len(context.page_ids) >= num_pages_needed, (num_tokens, length, len(context.page_ids))

@@ -1,14 +1,16 @@
 """Drafts from a DSpark drafter: one parallel pass for all requests, then its sequential head from left to right.
 
 Its context, keys and values of the target's features, stands in a KV pool of its own under the target's page tables.
+What to expect of a pass is known before it runs: from how the drafts before it were stated and judged.
 R contexts of a round, M of them that get a draft, K draft positions, B slots of a block, D hidden.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,12 @@ from torch import Tensor
 from dspark.models.drafter import Drafter
 from dspark.models.drafter_attention import DraftRow
 from dspark.models.kv_cache import KVCache
+from dspark.speculation.acceptance_rates import DRAFTER_PRIOR, restore_parts
+from dspark.speculation.online_calibration import OnlineCalibration
 from dspark.speculation.open_draft import OpenDraft, draw_next
-from dspark.speculation.proposal import NO_DRAFT, CommittedFeatures, Draft, DraftContext, DraftRound, Proposer
+from dspark.speculation.position_rates import PositionRates
+from dspark.speculation.prefix_scheduler import survivals_of
+from dspark.speculation.proposal import NO_DRAFT, CommittedFeatures, Draft, DraftContext, DraftRound, Forecast, Proposer
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +34,14 @@ class DSparkProposer(Proposer):
     Whoever runs the target hands these over with `take_features`, for every request and step, also where no draft is
     wanted. So the pool holds the context of every page that the prefix cache can find, and drafting can begin, pause
     and resume at any time.
+
+    Confidences are those of the drafter's head, calibrated by the file beside it and by what was accepted since;
+    without a head they are the running acceptance rates by position. The pass runs for contexts that join it alone;
+    when none does, nothing runs.
     """
 
     name = "dspark"
+    has_pass = True
 
     def __init__(self, drafter: Drafter, *, num_pages: int, page_size: int) -> None:
         """Take a drafter that was loaded for its target; the page size and number are the target's."""
@@ -43,6 +54,9 @@ class DSparkProposer(Proposer):
         # (A race under the target's own noise follows the target's draw, so coupled requests do not need this.)
         self.takes_argmax = drafter.config.markov_rank == 0
         self._switched_off: set[str] = set()
+        self.rates = PositionRates(DRAFTER_PRIOR)
+        self.calibration = OnlineCalibration(self.max_draft_tokens, proposer_name=self.name)
+        self._stated: dict[str, list[float]] = {}  # of the latest draft of a request, as the head stated it
 
     @torch.inference_mode()
     def take_features(self, committed: CommittedFeatures) -> None:
@@ -51,19 +65,58 @@ class DSparkProposer(Proposer):
         if len(committed.positions):
             self._drafter.write_context(committed.features, committed.positions, committed.slot_mapping, self._kv_cache)
 
-    @torch.inference_mode()
+    def forecast(self, contexts: Sequence[DraftContext]) -> list[Forecast]:
+        """Return the survivals that drafts of late had by position, in all requests and in this one."""
+        self._settle(contexts)  # all before any, so that no forecast depends on the order of requests
+        lengths = [self._draft_len(context) for context in contexts]
+        return [
+            Forecast(paid=survivals_of(self.rates.confidences(context.request_id, length)))
+            for context, length in zip(contexts, lengths, strict=True)
+        ]
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """Return one draft per context, in order. Synchronises a few times per draft position."""
         return self.begin(contexts).draft(range(len(contexts)))
 
-    @torch.inference_mode()
     def begin(self, contexts: Sequence[DraftContext]) -> _DSparkRound:
-        """Run the parallel stage for all contexts; what follows costs only for those that get a draft."""
+        """Run the parallel stage for the contexts that join; what follows costs only for those that get a draft."""
+        self._settle(contexts)
         return _DSparkRound(self, contexts)
 
+    def take_verdict(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+        """Learn from a verified draft."""
+        stated = self._stated.pop(request_id, None)
+        if stated is not None:
+            self.calibration.observe(stated[: len(draft.token_ids)], num_accepted)
+        self.rates.observe(request_id, num_verified=len(draft.token_ids), num_accepted=num_accepted)
+
     def release(self, request_id: str) -> None:
-        """Forget a request; unknown ids are harmless."""
+        """Forget a request; unknown ids are harmless. What it taught about all requests stays."""
         self._switched_off.discard(request_id)
+        self._stated.pop(request_id, None)
+        self.rates.release(request_id)
+
+    def calibration_errors(self) -> Sequence[float | None]:
+        """See `Proposer`."""
+        return self.calibration.errors() if self.has_confidences else ()
+
+    def reset_calibration(self) -> None:
+        """See `Proposer`."""
+        self.calibration.reset()
+
+    def export_state(self) -> dict[str, Any]:
+        """See `Proposer`."""
+        return {"positions": self.rates.export(), "calibration": self.calibration.export_state()}
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """See `Proposer`."""
+        restorers = {"positions": self.rates.restore, "calibration": self.calibration.restore_state}
+        restore_parts(self.name, state, restorers)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of which anything is held."""
+        return max(len(self._switched_off), len(self._stated), self.rates.num_requests)
 
     def switch_off(self, request_id: str) -> None:
         """Give a request no more drafts, for the drafter's logits on it are unusable."""
@@ -73,13 +126,25 @@ class DSparkProposer(Proposer):
         )
         self._switched_off.add(request_id)
 
+    def note_draft(self, request_id: str, stated: list[float]) -> None:
+        """Keep what the head stated of a request's draft until it is judged."""
+        self._stated[request_id] = stated
+
+    def _settle(self, contexts: Sequence[DraftContext]) -> None:
+        for context in contexts:
+            self.rates.settle(context.request_id, len(context.token_ids))
+
+    def _draft_len(self, context: DraftContext) -> int:
+        """Return how long a draft may be; 0 for a request whose logits broke or whose text passes the limit."""
+        if context.request_id in self._switched_off:
+            return 0
+        return max(0, min(context.num_draft_tokens, self._drafter.config.max_position - len(context.token_ids)))
+
     def _open(self, context: DraftContext) -> OpenDraft | None:
-        """Return an empty draft; None for a request whose logits broke or whose text passes the drafter's limit."""
-        length = min(context.num_draft_tokens, self._drafter.config.max_position - len(context.token_ids))
-        if length <= 0 or context.request_id in self._switched_off:
-            return None
+        """Return an empty draft; None for a request that gets none."""
+        length = self._draft_len(context) if context.joins_pass else 0
         assert length <= self._drafter.config.num_draft_tokens, (length, self._drafter.config.num_draft_tokens)
-        return OpenDraft(context=context, length=length)
+        return OpenDraft(context=context, length=length) if length else None
 
 
 class _DSparkRound(DraftRound):
@@ -101,25 +166,27 @@ class _DSparkRound(DraftRound):
             for draft in self._drafts
         ]
         if self._rows:
-            self._hidden = self._drafter.run_blocks(self._rows, proposer._kv_cache)  # [R, B, D]
+            with torch.inference_mode():
+                self._hidden = self._drafter.run_blocks(self._rows, proposer._kv_cache)  # [R, B, D]
 
-    @torch.inference_mode()
     def first_confidences(self) -> list[float]:
         """See `DraftRound`. Synchronises."""
         confidences = [0.0] * self._num_contexts
         if self._rows:
-            known = self._drafter.first_confidences(self._hidden, self._rows).nan_to_num(0.0).tolist()
+            with torch.inference_mode():
+                known = self._drafter.first_confidences(self._hidden, self._rows).nan_to_num(0.0).tolist()
             for i, row in self._row_of.items():
-                confidences[i] = known[row]
+                confidences[i : i + 1] = self._proposer.calibration.adjust([known[row]])
+                self._note_stated(self._drafts[row], confidences[i : i + 1])  # all to be known of those not chosen
         return confidences
 
-    @torch.inference_mode()
     def draft(self, chosen: Sequence[int]) -> list[Draft]:
         """See `DraftRound`. Synchronises a few times per draft position."""
         rows = [self._row_of[i] for i in chosen if i in self._row_of]
         drafted = dict(zip(rows, self._draft_rows(rows), strict=True)) if rows else {}
         return [drafted[self._row_of[i]] if i in self._row_of else NO_DRAFT for i in chosen]
 
+    @torch.inference_mode()
     def _draft_rows(self, indices: list[int]) -> list[Draft]:
         """Draw the drafts of these rows of the pass, all together from left to right."""
         drafter = self._drafter
@@ -150,17 +217,26 @@ class _DSparkRound(DraftRound):
                 if not was_drawn:
                     self._proposer.switch_off(drafts[i].context.request_id)
             active = [i for i, was_drawn in zip(active, drawn, strict=True) if was_drawn and not drafts[i].is_complete]
-        if not confidence_steps:
-            return _closed(drafts, None)
-        return _closed(drafts, drafter.confidences(torch.stack(confidence_steps, dim=1)))
-
-
-def _closed(drafts: Sequence[OpenDraft], confidences: Tensor | None) -> list[Draft]:
-    """Return the finished drafts, with their part of the confidences [M, K]."""
-    closed = [draft.close() for draft in drafts]
-    if confidences is None:
+        closed = [draft.close() for draft in drafts]
+        for i, stated in enumerate(self._confidences(drafts, confidence_steps)):
+            confidences = stated[: len(closed[i].token_ids)]
+            if not confidences:
+                continue
+            if confidence_steps:
+                self._proposer.note_draft(drafts[i].context.request_id, confidences)
+                confidences = self._proposer.calibration.adjust(confidences)
+                self._note_stated(drafts[i], confidences)
+            closed[i] = replace(closed[i], confidences=confidences)
         return closed
-    return [
-        replace(draft, confidences=row[: len(draft.token_ids)]) if draft.token_ids else draft
-        for draft, row in zip(closed, confidences, strict=True)
-    ]
+
+    def _confidences(self, drafts: Sequence[OpenDraft], confidence_steps: Sequence[Tensor]) -> list[list[float]]:
+        """Return c_1 .. c_K of each draft, by the head's logits or else by what was accepted before."""
+        if confidence_steps:
+            confidences: list[list[float]] = self._drafter.confidences(torch.stack(list(confidence_steps), 1)).tolist()
+            return confidences
+        rates = self._proposer.rates
+        return [rates.confidences(draft.context.request_id, draft.length) for draft in drafts]
+
+    def _note_stated(self, draft: OpenDraft, confidences: Sequence[float]) -> None:
+        context = draft.context
+        self._proposer.rates.note_stated(context.request_id, num_tokens=len(context.token_ids), confidences=confidences)

@@ -1,12 +1,19 @@
-"""Drafts by looking up the latest earlier occurrence of the text's last tokens and copying what followed it."""
+"""Drafts by looking up the latest earlier occurrence of the text's last tokens and copying what followed it.
+
+How likely a copy is right is known before anything is drawn: repetitions of its kind were right so often.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
+from dspark.speculation.acceptance_rates import restore_parts
+from dspark.speculation.match_rates import MatchKind, MatchRates, match_kind
+from dspark.speculation.prefix_scheduler import survivals_of
+from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Forecast, Proposer
 
 MAX_MATCHED = 16  # matched tokens counted; beyond it nearly all drafts are right
 
@@ -15,7 +22,7 @@ MAX_MATCHED = 16  # matched tokens counted; beyond it nearly all drafts are righ
 class NgramMatch:
     """A repetition found in a text, and what makes its continuation more or less likely."""
 
-    draft: Draft
+    token_ids: list[int]  # what would follow
     num_matched: int  # of the last tokens, counted up to `MAX_MATCHED`
     period: int  # tokens from the earlier occurrence to the text's end
     is_contested: bool  # a shorter suffix occurred later and went on with another token
@@ -25,6 +32,22 @@ class NgramMatch:
         """A whole period was repeated already, and not by chance of one or two tokens."""
         return self.num_matched >= max(self.period, 4)
 
+    @property
+    def kind(self) -> MatchKind:
+        """The repetitions it is counted with."""
+        evidence = "periodic" if self.is_periodic else "contested" if self.is_contested else "plain"
+        return match_kind(self.num_matched, evidence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Foretold:
+    """What was said would follow a text; the text itself tells later how far that was right."""
+
+    text: Sequence[int]  # the request's list, which grows
+    num_tokens: int  # of it then
+    kind: MatchKind
+    draft: Draft
+
 
 class NgramProposer(Proposer):
     """Proposes from the request's own prompt and output; free of any model, so drafts are deterministic.
@@ -32,6 +55,9 @@ class NgramProposer(Proposer):
     The longest suffix of at most `max_ngram` and at least `min_ngram` tokens that occurred before wins, and its most
     recent occurrence. A continuation that reaches the end of the text goes on through itself, so periodic text is
     drafted to full length. Memory grows with the text of a request and is freed by `release`.
+
+    Confidences are running acceptance rates by kind of match (`match_rates`), learned from every text that could have
+    been continued, whoever drafted: the tokens that are committed say what would have been accepted.
     """
 
     name = "ngram"
@@ -43,19 +69,70 @@ class NgramProposer(Proposer):
         assert 1 <= min_ngram <= max_ngram, (min_ngram, max_ngram)
         self._ngram_lens = range(max_ngram, min_ngram - 1, -1)
         self._histories: dict[str, _History] = {}
+        self._foretold: dict[str, _Foretold] = {}
+        self._rates = MatchRates()
+
+    def forecast(self, contexts: Sequence[DraftContext]) -> list[Forecast]:
+        """Return the survivals of the very drafts that `propose` gives."""
+        return [Forecast(free=survivals_of(draft.confidences or ())) for draft in self.propose(contexts)]
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """Return one draft per context, in order."""
-        return [NO_DRAFT if match is None else match.draft for match in map(self.find_match, contexts)]
+        """Return one draft per context, in order; the same drafts again while nothing was committed."""
+        for context in contexts:  # all before any, so that no promise depends on the order of requests
+            self._judge(context)
+        return [self._draft(context) for context in contexts]
 
     def release(self, request_id: str) -> None:
-        """Forget a request; unknown ids are harmless."""
+        """Forget a request; unknown ids are harmless. What it taught about all requests stays."""
         self._histories.pop(request_id, None)
+        self._foretold.pop(request_id, None)
+        self._rates.release(request_id)
+
+    def export_state(self) -> dict[str, Any]:
+        """See `Proposer`."""
+        return {"matches": self._rates.export()}
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """See `Proposer`."""
+        restore_parts(self.name, state, {"matches": self._rates.restore})
 
     @property
     def num_requests(self) -> int:
-        """Requests whose text is held."""
-        return len(self._histories)
+        """Requests of which anything is held."""
+        return max(len(self._histories), len(self._foretold), self._rates.num_requests)
+
+    def _draft(self, context: DraftContext) -> Draft:
+        foretold, num_tokens = self._foretold.get(context.request_id), len(context.token_ids)
+        if (
+            foretold is not None
+            and foretold.text is context.token_ids
+            and (foretold.num_tokens, len(foretold.draft.token_ids)) == (num_tokens, context.num_draft_tokens)
+        ):
+            return foretold.draft
+        match = self.find_match(context)
+        if match is None:
+            self._foretold.pop(context.request_id, None)
+            return NO_DRAFT
+        confidences = self._rates.confidences(context.request_id, match.kind, len(match.token_ids))
+        draft = Draft(token_ids=match.token_ids, confidences=confidences)
+        self._foretold[context.request_id] = _Foretold(
+            text=context.token_ids, num_tokens=num_tokens, kind=match.kind, draft=draft
+        )
+        return draft
+
+    def _judge(self, context: DraftContext) -> None:
+        """Compare what was foretold with the tokens that were committed since; those not yet committed don't count."""
+        foretold = self._foretold.get(context.request_id)
+        if foretold is None or len(context.token_ids) <= foretold.num_tokens:
+            return
+        del self._foretold[context.request_id]
+        expected, start = foretold.draft.token_ids, foretold.num_tokens
+        committed = context.token_ids[start : start + len(expected)]
+        num_accepted = 0
+        while num_accepted < len(committed) and committed[num_accepted] == expected[num_accepted]:
+            num_accepted += 1
+        num_judged = min(num_accepted + 1, len(committed))
+        self._rates.observe(context.request_id, foretold.kind, num_judged=num_judged, num_accepted=num_accepted)
 
     def find_match(self, context: DraftContext) -> NgramMatch | None:
         """Return what the text's last tokens were found to repeat and its continuation; None if they are new."""
@@ -69,7 +146,7 @@ class NgramProposer(Proposer):
         start, token_ids = starts[0], history.token_ids
         period = len(token_ids) - start
         return NgramMatch(
-            draft=Draft(token_ids=[token_ids[start + k % period] for k in range(context.num_draft_tokens)]),
+            token_ids=[token_ids[start + k % period] for k in range(context.num_draft_tokens)],
             num_matched=history.num_matched(start, MAX_MATCHED),
             period=period,
             is_contested=any(token_ids[other] != token_ids[start] for other in starts),

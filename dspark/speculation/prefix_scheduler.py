@@ -17,6 +17,10 @@ import numpy as np
 
 BUDGET_DELAY = 2  # steps between the confidences that set a budget and the step that spends it (Sec. 5.2)
 
+# Survivals are rounded to so many steps where decisions must not hang on the last bits of a confidence: values that
+# were meant to be equal then are, and go by position and request.
+SURVIVAL_STEPS = 4096
+
 StepSeconds = Callable[[np.ndarray], np.ndarray]  # [n] int64 tokens of a step -> [n] float64 seconds, each above 0
 
 
@@ -65,6 +69,53 @@ def survivals_of(confidences: Iterable[float]) -> list[float]:
     return products
 
 
+class SurvivalTable(Sequence[list[float]]):
+    """The survivals of many drafts as a table: `DraftedStep.survivals` for those who plan in every step."""
+
+    def __init__(self, values: np.ndarray, draft_lens: np.ndarray, steps: np.ndarray | None = None) -> None:
+        self.values = values  # [K, R] float64, 0 behind the end of a draft
+        self.draft_lens = draft_lens  # [R] int64
+        self.steps = steps  # [K, R] int16, the values in `SURVIVAL_STEPS` if they are rounded
+
+    @classmethod
+    def of(cls, survivals: Sequence[Sequence[float]]) -> SurvivalTable:
+        """Return these survivals, which must be some."""
+        if isinstance(survivals, cls):
+            return survivals
+        values, draft_lens = _padded(survivals)
+        # Comparisons that NaN fails.
+        is_falling = bool((values[1:] <= values[:-1]).all())
+        is_probability = bool((values[:1] <= 1.0).all() and (values[-1:] >= 0.0).all())
+        assert is_falling and is_probability, f"survivals must fall along each draft and lie in [0, 1]: {survivals}"
+        return cls(values, draft_lens)
+
+    @classmethod
+    def rounded(cls, confidences: Sequence[Sequence[float]]) -> SurvivalTable:
+        """Return `survivals_of` each draft's confidences, rounded to `SURVIVAL_STEPS`."""
+        values, draft_lens = _padded(confidences)
+        values = np.where(values > 0.0, np.minimum(values, 1.0), 0.0)
+        steps = np.rint(np.cumprod(values, axis=0) * SURVIVAL_STEPS).astype(np.int16)
+        return cls(steps / SURVIVAL_STEPS, draft_lens, steps)
+
+    def __len__(self) -> int:
+        return len(self.draft_lens)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self.values[: self.draft_lens[index], index].tolist()
+
+
+def _padded(drafts: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return one column for each draft [K, R] with zeros behind its end, and the drafts' lengths [R]."""
+    lens = list(map(len, drafts))
+    num_positions = max(lens, default=0)
+    values = np.fromiter(
+        chain.from_iterable(zip_longest(*drafts, fillvalue=0.0)), np.float64, num_positions * len(drafts)
+    )
+    return values.reshape(num_positions, len(drafts)), np.array(lens, dtype=np.int64)
+
+
 def throughput(step: DraftedStep, lengths: Sequence[int]) -> float:
     """Return Theta of these lengths: expected tokens per second of the step, bonus tokens included."""
     num_tokens = step.num_other_tokens + sum(lengths)
@@ -86,6 +137,40 @@ class EarlyStopScheduler:
         theta = _theta(step, ranked.survivals[: step.max_drafted])
         is_gain = theta[1:] > theta[:-1]  # up to the stop, the best Theta so far is the one before
         return ranked.lengths(len(is_gain) if is_gain.all() else int(is_gain.argmin()))
+
+
+@dataclass(frozen=True)
+class ForesightScheduler:
+    """Algorithm 1 for jagged step times: where it would stop, it looks whether going on is likely to pay after all.
+
+    It supposes that each draft goes on as it went so far: a request whose next token survives with a_k has a_k^(j/k)
+    at position j. If the best Theta that this promises is higher than the present one, so many more tokens are
+    admitted, the likeliest first, and the search goes on from there. Lossless because the promise is made of survivals
+    that look at admitted tokens only, and nothing is taken back. Unlike a delayed budget it follows the drafts of now,
+    which counts most with few requests. A draft's length must not depend on its drawn tokens.
+    """
+
+    def lengths(self, step: DraftedStep) -> list[int]:
+        """See `PrefixScheduler`."""
+        ranked = _ranked(step.survivals)
+        num_drafted = min(sum(map(len, step.survivals)), step.max_drafted)  # more than can be accepted: some are 0
+        seconds = _seconds(step, num_drafted)
+        tokens = _tokens(step, ranked.survivals[:num_drafted])
+        theta = tokens / seconds[: len(tokens)]
+        is_gain = theta[1:] > theta[:-1]
+        num_admitted = 0
+        while num_admitted < len(is_gain):
+            if is_gain[num_admitted]:
+                rest = is_gain[num_admitted:]
+                num_admitted += len(rest) if rest.all() else int(rest.argmin())
+                continue
+            hoped = _hoped_survivals(step.survivals, ranked.lengths(num_admitted))[: num_drafted - num_admitted]
+            hoped_tokens = tokens[num_admitted] + np.cumsum(hoped)
+            hoped_theta = hoped_tokens / seconds[num_admitted + 1 : num_admitted + 1 + len(hoped)]
+            if not len(hoped) or hoped_theta.max() <= theta[num_admitted]:
+                break
+            num_admitted += int(hoped_theta.argmax()) + 1
+        return ranked.lengths(num_admitted)
 
 
 class DelayedScheduler:
@@ -140,13 +225,16 @@ class FixedScheduler:
 
     def lengths(self, step: DraftedStep) -> list[int]:
         """See `PrefixScheduler`. What cannot be shared evenly goes to earlier requests."""
-        wanted = np.array([min(len(a), self.length) for a in step.survivals], dtype=np.int64)
-        if wanted.sum() <= step.max_drafted:
-            return list(map(int, wanted))
-        # All first tokens come before all second ones, as in Algorithm 1 with equal survivals.
-        is_wanted = np.arange(self.length)[:, None] < wanted  # [K, R]
-        requests = np.nonzero(is_wanted)[1]
-        return _counts(requests[: step.max_drafted], len(wanted))
+        return even_shares([min(len(a), self.length) for a in step.survivals], step.max_drafted)
+
+
+def even_shares(wanted: Sequence[int], room: int) -> list[int]:
+    """Cut lengths to a sum of at most `room`, the longest first; what cannot be shared evenly goes to earlier ones."""
+    if sum(wanted) <= room:
+        return list(wanted)
+    # All first tokens come before all second ones, as in Algorithm 1 with equal survivals.
+    is_wanted = np.arange(max(wanted))[:, None] < np.array(wanted)  # [K, R]
+    return _counts(np.nonzero(is_wanted)[1][:room], len(wanted))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,29 +252,43 @@ class _Ranked:
 
 def _ranked(survivals: Sequence[Sequence[float]]) -> _Ranked:
     """Sort by descending survival; ties go to the earlier position, then to the lower request (Alg. 1, line 1)."""
-    num_requests = len(survivals)
-    num_positions = max(map(len, survivals), default=0)
-    # Position after position: a stable sort then breaks ties as wanted. Shorter drafts end in zeros, which never count.
-    values = np.fromiter(
-        chain.from_iterable(zip_longest(*survivals, fillvalue=0.0)), np.float64, num_positions * num_requests
-    )
-    table = values.reshape(num_positions, num_requests)  # [K, R]
-    # Comparisons that NaN fails.
-    is_falling = num_positions == 0 or bool((table[1:] <= table[:-1]).all())
-    is_probability = num_positions == 0 or bool((table[0] <= 1.0).all() and (table[-1] >= 0.0).all())
-    assert is_falling and is_probability, f"survivals must fall along each draft and lie in [0, 1]: {survivals}"
-    order = np.argsort(-values, kind="stable")[: np.count_nonzero(values)]
-    return _Ranked(survivals=values[order], requests=order % max(1, num_requests), num_requests=num_requests)
+    table = SurvivalTable.of(survivals)
+    values = table.values.ravel()
+    # Position after position: a stable sort then breaks ties as wanted. Small integers are sorted several times faster.
+    keys = -values if table.steps is None else -table.steps.ravel()
+    order = np.argsort(keys, kind="stable")[: np.count_nonzero(values)]
+    return _Ranked(survivals=values[order], requests=order % max(1, len(table)), num_requests=len(table))
 
 
 def _theta(step: DraftedStep, survivals: np.ndarray) -> np.ndarray:
     """Return Theta [n + 1] after admitting 0, 1, .. n candidates with these survivals [n]."""
-    num_requests = len(step.survivals)
-    assert step.num_other_tokens >= num_requests, (step.num_other_tokens, num_requests)
-    tokens = np.cumsum(np.concatenate(([float(num_requests)], survivals)))  # tau
-    seconds = step.step_s(step.num_other_tokens + np.arange(len(tokens))) + step.fixed_s
-    assert seconds.shape == tokens.shape and (seconds > 0.0).all(), seconds
-    return tokens / seconds
+    return _tokens(step, survivals) / _seconds(step, len(survivals))
+
+
+def _tokens(step: DraftedStep, survivals: np.ndarray) -> np.ndarray:
+    """Return tau [n + 1] after admitting 0, 1, .. n candidates with these survivals [n]."""
+    return np.cumsum(np.concatenate(([float(len(step.survivals))], survivals)))
+
+
+def _seconds(step: DraftedStep, num_drafted: int) -> np.ndarray:
+    """Return the seconds of the whole step [num_drafted + 1] with 0, 1, .. so many drafted tokens in it."""
+    assert step.num_other_tokens >= len(step.survivals), (step.num_other_tokens, len(step.survivals))
+    seconds = step.step_s(step.num_other_tokens + np.arange(num_drafted + 1)) + step.fixed_s
+    assert seconds.shape == (num_drafted + 1,) and (seconds > 0.0).all(), seconds
+    return seconds
+
+
+def _hoped_survivals(survivals: Sequence[Sequence[float]], lengths: Sequence[int]) -> np.ndarray:
+    """Return the survivals [n], descending, of what follows these lengths, judged by each request's next one alone."""
+    table = SurvivalTable.of(survivals)
+    going_on = np.nonzero(table.draft_lens > lengths)[0]
+    first = np.array(lengths)[going_on] + 1  # position of the next token
+    heads = table.values[first - 1, going_on]
+    positions = np.arange(1, len(table.values) + 1)[:, None]
+    places = np.nonzero((positions >= first) & (positions <= table.draft_lens[going_on]))
+    hoped = heads[places[1]] ** ((places[0] + 1) / first[places[1]])
+    hoped.sort()
+    return hoped[::-1]
 
 
 def _best_budget(step: DraftedStep, survivals: np.ndarray) -> int:
@@ -195,4 +297,4 @@ def _best_budget(step: DraftedStep, survivals: np.ndarray) -> int:
 
 
 def _counts(requests: np.ndarray, num_requests: int) -> list[int]:
-    return [int(count) for count in np.bincount(requests, minlength=num_requests)]
+    return np.bincount(requests, minlength=num_requests).tolist()

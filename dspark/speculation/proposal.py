@@ -5,9 +5,9 @@ T committed positions of a step, m tapped layers, D hidden size of the target, P
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dspark.request import SamplingParams
 
@@ -27,6 +27,7 @@ class DraftContext:
     num_draft_tokens: int  # propose at most this many, at least 1
     page_ids: Sequence[int]  # covers len(token_ids) + num_draft_tokens positions
     page_serials: Sequence[int]  # [len(page_ids)] changes whenever the page gets a new owner and content
+    joins_pass: bool = True  # may take part in the costly pass of a proposer that has one (`Proposer.has_pass`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,9 @@ class Draft:
 
     token_ids: list[int]
     probs: Tensor | None = None  # [k, V] float32, the very vectors that were sampled; None: deterministic (one-hot)
-    # [k] float32, probability that a token is accepted if all before it were (c_1 .. c_k); None: the drafter has none
-    confidences: Tensor | None = None
+    # [k] probability that a token is accepted if all before it were (c_1 .. c_k); None: the proposer states none.
+    # c_k may depend on the drawn tokens x_1 .. x_{k-1}, never on x_k.
+    confidences: Sequence[float] | None = None
     proposer_name: str | None = None  # whose draft it is, where the engine's proposer chooses between several
 
     def prefix(self, length: int) -> Draft:
@@ -50,6 +52,20 @@ class Draft:
 
 
 NO_DRAFT = Draft(token_ids=[])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What to expect of a request's next draft, known before anything of it is drawn.
+
+    Survivals a_1 >= a_2 >= ..: the chances that the first k proposals are all accepted, at most `num_draft_tokens`.
+    """
+
+    free: Sequence[float] = ()  # of the draft that costs nothing (an n-gram match); empty: there is none
+    paid: Sequence[float] = ()  # of the draft of a request that joins the pass; empty: no pass would draft for it
+
+
+NO_FORECAST = Forecast()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +100,19 @@ class Proposer(Protocol):
     max_draft_tokens: int | None = None  # a draft is at most this long; None: of any length
     tapped_layers: tuple[int, ...] = ()  # layers of the target whose outputs it wants (-1: the embedding's); none
     has_confidences: bool = False  # its rounds know c_1 of a draft before anything is drawn
+    has_pass: bool = False  # drafting runs a model, for those contexts only that join (`DraftContext.joins_pass`)
 
     def take_features(self, committed: CommittedFeatures) -> None:
         """Take the tapped layers' outputs of a step: once for every step, before `propose`, if there are taps."""
         return
+
+    def forecast(self, contexts: Sequence[DraftContext]) -> list[Forecast]:
+        """Return what to expect of each context's draft, from committed text and past verdicts alone.
+
+        Called right before `propose` with the same committed text, `joins_pass` not yet decided. Draws nothing, runs
+        no model.
+        """
+        return [NO_FORECAST] * len(contexts)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """Return one draft per context, in order, each at most `num_draft_tokens` long."""
@@ -107,6 +132,22 @@ class Proposer(Protocol):
     def release(self, request_id: str) -> None:
         """Forget a request that finished, was aborted or was preempted; unknown ids are harmless."""
         ...
+
+    def calibration_errors(self) -> Sequence[float | None]:
+        """Return the rolling calibration error of each position, None where unknown; nothing without a head."""
+        return ()
+
+    def reset_calibration(self) -> None:
+        """Forget how confidences were corrected by what was accepted."""
+        return
+
+    def export_state(self) -> dict[str, Any]:
+        """Return what was learned of all requests, as JSON values, for `restore_state` after a restart."""
+        return {}
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from an exported state. What is unknown or ill-shaped is ignored, with a warning."""
+        return
 
 
 class _PlainRound(DraftRound):

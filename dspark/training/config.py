@@ -54,6 +54,7 @@ class TrainConfig:
     window: int | None = _setting(None, "context positions a draft layer sees; None: all")
     mask_token_id: int | None = _setting(None, "None: a special id that the data never uses")
     init_from_target: bool = _setting(True, "draft layers start as the target's last ones")
+    init_from: str | None = _setting(None, "folder of a drafter of the same shape to go on from, with new data")
 
     max_length: int = _setting(2048, "tokens of a conversation; longer ones are cut (paper: 4096)")
     hold_out_fraction: float = _setting(0.05, "of conversations, by hash of the prompt")

@@ -6,6 +6,7 @@ D hidden, V target ids, Vd draft ids, r Markov rank.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from dspark.models.drafter_config import MARKOV_HEAD_TYPES, DrafterConfig
 from dspark.models.drafter_module import DrafterModule
 from dspark.models.model_config import DecoderConfig, read_json_object
 from dspark.models.weights import CheckpointTensors
-from dspark.training.checkpoint import TrainedModule
+from dspark.training.checkpoint import TrainedModule, load_module
 from dspark.training.config import TrainConfig
 from dspark.training.dataset import Dataset
 from dspark.training.setup import Target
@@ -42,6 +43,8 @@ def new_drafter(config: TrainConfig, target: Target, dataset: Dataset, tap_ids: 
     drafter_config = make_drafter_config(
         config, decoder.config, target.folder, tap_ids=tap_ids, mask_token_id=mask_token_id
     )
+    if config.init_from is not None:
+        return _loaded(Path(config.init_from), drafter_config, decoder, dataset)
     draft_ids = None
     if drafter_config.has_pruned_vocab:
         draft_ids = choose_draft_ids(dataset.answer_counts(vocab_size), drafter_config.draft_vocab_size)
@@ -54,6 +57,27 @@ def new_drafter(config: TrainConfig, target: Target, dataset: Dataset, tap_ids: 
         init_from_target=config.init_from_target,
         seed=config.seed,
     )
+
+
+def _loaded(folder: Path, wanted: DrafterConfig, target: Decoder, dataset: Dataset) -> TrainedModule:
+    """Return the drafter in `folder`, if it is what the settings describe; its mask token and draft ids stay."""
+    module = load_module(folder, target)
+    found = module.config
+    # What does not shape the weights, or is the drafter's own.
+    free = {"mask_token_id", "num_anchors", "target_name", "rope_parameters"}
+    differing = [
+        f"{f.name} is {getattr(found, f.name)}, asked for is {getattr(wanted, f.name)}"
+        for f in fields(DrafterConfig)
+        if f.name not in free and getattr(found, f.name) != getattr(wanted, f.name)
+    ]
+    if differing:
+        raise ConfigError(f"the drafter in {folder} does not fit: {'; '.join(differing)}; change the settings")
+    used = any((c.token_ids == found.mask_token_id).any() for c in dataset.conversations)
+    if used:
+        raise ConfigError(
+            f"the data uses token id {found.mask_token_id}, the mask of the drafter in {folder}; leave those texts out"
+        )
+    return module
 
 
 def spread_taps(num_taps: int, num_target_layers: int) -> tuple[int, ...]:

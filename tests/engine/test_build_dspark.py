@@ -14,7 +14,8 @@ from tiny_models import make_model
 from toys import WordTokenizer
 
 from dspark import LLM, SamplingParams
-from dspark.cli import build_parser, engine_config
+from dspark.cli import build_parser
+from dspark.cli_engine import engine_config
 from dspark.config import EngineConfig, SpeculationConfig
 from dspark.engine import build
 from dspark.engine.build import LoadedModel, build_engine, load_engine, load_model
@@ -45,9 +46,9 @@ def other_target(folder, *, num_ids=256, **changes):
 
 
 def config_for(target_folder, drafter, **speculation) -> EngineConfig:
-    return EngineConfig(
-        model=str(target_folder), drafter=str(drafter), speculation=SpeculationConfig(**speculation), num_threads=1
-    )
+    # Every draft is verified: with these tiny targets drafting never pays, and the planner would say so.
+    settings = SpeculationConfig(**{"scheduler": "fixed", **speculation})
+    return EngineConfig(model=str(target_folder), drafter=str(drafter), speculation=settings, num_threads=1)
 
 
 @pytest.mark.parametrize("name", ["deepspec_vanilla", "deepspec_dflash_noconf", "speculators_fill_in"])
@@ -99,7 +100,7 @@ def test_the_layout_flag_overrides_what_the_files_say(target_folder):
     """The same ids name other layers in the other layout."""
     argv = ["serve", "--model", str(target_folder), "--drafter", str(FIXTURES / "deepspec_vanilla")]
     taps = [
-        load_engine(engine_config(build_parser().parse_args(argv + more)))._proposer.tapped_layers
+        load_engine(engine_config(build_parser().parse_args(argv + more))).drafting.proposer.tapped_layers
         for more in ([], ["--drafter-layout", "deepspec"], ["--drafter-layout", "speculators"])
     ]
     assert taps == [(0, 2, 4), (0, 2, 4), (-1, 1, 3)]
@@ -137,7 +138,7 @@ def test_a_drafter_with_ngram_changes_no_text(target_folder):
 
 def test_a_smaller_model_goes_with_ngram_too(target_folder):
     engine = load_engine(config_for(target_folder, f"{target_folder}+ngram"))
-    assert engine._proposer.name == "draft_model+ngram"
+    assert engine.drafting.proposer.name == "draft_model+ngram"
     assert text_of(target_folder, f"{target_folder}+ngram") == text_of(target_folder, "none")
 
 
@@ -146,9 +147,9 @@ def test_a_smaller_model_goes_with_ngram_too(target_folder):
 )
 def test_the_suffix_decides_whether_ngram_drafts_too(target_folder, drafter, name):
     engine = load_engine(config_for(target_folder, FIXTURES / drafter))
-    assert engine._proposer.name == name
-    assert engine._proposer.tapped_layers == (0, 2, 4)
-    assert engine._num_draft_tokens == 7
+    assert engine.drafting.proposer.name == name
+    assert engine.drafting.proposer.tapped_layers == (0, 2, 4)
+    assert engine.drafting.num_draft_tokens == 7
 
 
 def test_a_drafter_without_a_confidence_head_is_reported_at_start(target_folder, caplog):
@@ -180,13 +181,13 @@ def model_called(target_folder, identity) -> LoadedModel:
 )
 def test_the_model_a_drafter_ships_for_gets_it(target_folder, shipping, drafter, name):
     engine = build_engine(model_called(target_folder, shipping), config_for(target_folder, drafter))
-    assert engine._proposer.name == name
+    assert engine.drafting.proposer.name == name
 
 
 def test_a_model_of_the_same_name_and_other_weights_gets_ngram_and_no_shipped_drafter(target_folder, shipping, caplog):
     model = model_called(target_folder, None)
     with caplog.at_level(logging.INFO):
-        assert build_engine(model, config_for(target_folder, "auto"))._proposer.name == "ngram"
+        assert build_engine(model, config_for(target_folder, "auto")).drafting.proposer.name == "ngram"
     assert "no drafter ships for tiny: n-gram drafts are used" in caplog.text
     with pytest.raises(ConfigError, match="no drafter ships for the model 'tiny'"):
         build_engine(model, config_for(target_folder, "dspark"))
@@ -213,7 +214,9 @@ def test_an_untrained_drafter_of_the_embedded_model_changes_no_text_and_is_repor
     texts = []
     with caplog.at_level(logging.WARNING):
         for drafter in ("none", str(tmp_path / "drafter")):
-            llm = LLM("smollm2-135m", drafter=drafter, speculation=SpeculationConfig(num_draft_tokens=1))
+            llm = LLM(
+                "smollm2-135m", drafter=drafter, speculation=SpeculationConfig(num_draft_tokens=1, scheduler="fixed")
+            )
             completions = llm.generate(prompts, params, show_progress=False)
             texts.append([c.token_ids for c in completions])
     assert texts[0] == texts[1]

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from toys import FunctionProposer, cycle_rule, hashed_rule, make_engine, make_requests, run_requests, step_once
 
-from dspark.engine.scheduler import even_shares
 from dspark.request import Request, SamplingParams
-
-
-@pytest.mark.parametrize(
-    ("wanted", "budget", "shares"),
-    [
-        ([3, 1], 9, [3, 1]),
-        ([5, 5, 1], 7, [3, 3, 1]),
-        ([7, 2], 5, [3, 2]),
-        ([4, 4], 1, [1, 0]),
-        ([], 3, []),
-        ([2], 0, [0]),
-    ],
-)
-def test_drafts_share_a_tight_budget_evenly(wanted, budget, shares):
-    assert even_shares(wanted, budget) == shares
 
 
 def test_no_step_exceeds_the_token_budget_and_every_decoding_request_gets_its_token():

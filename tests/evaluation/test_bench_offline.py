@@ -13,7 +13,7 @@ from tiny_models import make_model
 from toys import WordTokenizer
 
 from dspark.cli import main
-from dspark.config import EngineConfig
+from dspark.config import EngineConfig, SpeculationConfig
 from dspark.engine import build
 from dspark.errors import ConfigError
 from dspark.evaluation.bench_offline import BenchConfig, run_bench
@@ -38,7 +38,8 @@ def model_folder(tmp_path_factory):
 def report(model_folder):
     bench = BenchConfig(drafters=("none", "ngram", str(model_folder)), concurrency=(1, 2), max_tokens=12, repeats=2)
     lines = []
-    report = run_bench(EngineConfig(model=str(model_folder)), bench, PROMPTS, progress=lines.append)
+    config = EngineConfig(model=str(model_folder), speculation=SpeculationConfig(scheduler="fixed"))
+    report = run_bench(config, bench, PROMPTS, progress=lines.append)
     return report | {"lines": lines}
 
 
@@ -116,7 +117,7 @@ def test_the_shipped_drafter_is_measured_alone_and_with_ngram_under_the_names_gi
     path.write_text('{"prompt": "t1"}\n{"prompt": "t2"}\n')
     argv = ["bench", "--model", str(target), "--prompts", str(path), "--concurrency", "1", "--max-tokens", "6"]
     drafters = ["none", "ngram", "dspark", "dspark+ngram"]
-    assert main([*argv, "--repeats", "1", "--drafters", ",".join(drafters)]) == 0
+    assert main([*argv, "--repeats", "1", "--scheduler", "fixed", "--drafters", ",".join(drafters)]) == 0
     runs = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
     assert {run["drafter"]: run["identical_to_plain"] for run in runs} == dict.fromkeys(drafters, 1.0)
     assert all(run["acceptance_rate"] is not None for run in runs if run["drafter"].startswith("dspark"))

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from drafter_cases import PagedContext, copy_checkpoint, load
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from dspark.errors import CheckpointError
 from dspark.models.drafter_attention import DraftRow
-from dspark.models.drafter_calibration import load_temperatures
+from dspark.models.drafter_calibration import (
+    ConfidenceHead,
+    load_confidence_head,
+    load_temperatures,
+    replace_confidence_head,
+)
 from dspark.request import SamplingParams
 from dspark.speculation.dspark_drafter import DSparkProposer
 from dspark.speculation.proposal import CommittedFeatures, Draft, DraftContext
@@ -54,8 +61,8 @@ def test_confidences_are_calibrated_by_the_file_beside_the_drafter(tmp_path: Pat
     (folder / "sts.json").write_text(json.dumps({"temperatures": TEMPERATURES}))
     first, draft = round_of(folder)
     assert raw.confidences is not None and draft.confidences is not None
-    expected = (raw.confidences.logit() / torch.tensor(TEMPERATURES)).sigmoid()
-    torch.testing.assert_close(draft.confidences, expected, atol=1e-5, rtol=0)
+    expected = (torch.tensor(raw.confidences).logit() / torch.tensor(TEMPERATURES)).sigmoid()
+    torch.testing.assert_close(torch.tensor(draft.confidences), expected, atol=1e-5, rtol=0)
     assert draft.token_ids == raw.token_ids
     assert first == pytest.approx(expected[0].item(), abs=1e-5)
     assert abs(first - raw_first) > 1e-3
@@ -91,3 +98,77 @@ def test_a_broken_file_is_an_error_that_names_it(content: str, message: str, tmp
     with pytest.raises(CheckpointError, match=message) as caught:
         load(folder)
     assert "calibrate again or remove the file" in str(caught.value)
+
+
+def test_a_refitted_head_replaces_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    """Bit for bit, in the stored type; metadata and the file's mode stay too."""
+    folder = copy_checkpoint("deepspec_vanilla_bf16", tmp_path / "drafter")
+    path = folder / "model.safetensors"
+    path.chmod(0o640)
+    config, before = (folder / "config.json").read_bytes(), load_file(path)
+    old = load_confidence_head(folder)
+    replace_confidence_head(folder, ConfidenceHead(weights=old.weights * 0.5, bias=old.bias - 1.25))
+    after = load_file(path)
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    for name in changed:
+        assert (after[name].dtype, after[name].shape) == (torch.bfloat16, before[name].shape)
+    new = load_confidence_head(folder)
+    assert new.weights == pytest.approx(old.weights * 0.5)
+    assert new.bias == pytest.approx(old.bias - 1.25, abs=0.01)
+    assert (folder / "config.json").read_bytes() == config
+    assert path.stat().st_mode & 0o777 == 0o640
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert sorted(one.name for one in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_serving_reads_the_refitted_head(tmp_path: Path) -> None:
+    """Half the logit minus 1, for the weights and the bias were changed so; the drafted tokens stay the same."""
+    folder = copy_checkpoint("deepspec_vanilla", tmp_path / "drafter")
+    _, raw = round_of(folder)
+    old = load_confidence_head(folder)
+    replace_confidence_head(folder, ConfidenceHead(weights=old.weights / 2, bias=old.bias / 2 - 1))
+    _, draft = round_of(folder)
+    assert raw.confidences is not None and draft.confidences is not None
+    expected = (torch.tensor(raw.confidences).logit() / 2 - 1).sigmoid()
+    torch.testing.assert_close(torch.tensor(draft.confidences), expected, atol=1e-5, rtol=0)
+    assert draft.token_ids == raw.token_ids
+
+
+def test_a_head_that_the_stored_type_cannot_hold_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    folder = copy_checkpoint("deepspec_vanilla", tmp_path / "drafter")
+    before = (folder / "model.safetensors").read_bytes()
+    old = load_confidence_head(folder)
+    with pytest.raises(CheckpointError, match=r"confidence_head\.proj\.bias \(up to 1e\+300\) is beyond what"):
+        replace_confidence_head(folder, ConfidenceHead(weights=old.weights, bias=1e300))
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    folder = copy_checkpoint("deepspec_vanilla", tmp_path / "drafter")
+    before = (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr("dspark.models.drafter_calibration.sync", full)
+    with pytest.raises(CheckpointError, match="cannot be replaced: No space left on device; free space"):
+        replace_confidence_head(folder, load_confidence_head(folder))
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert sorted(one.name for one in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_head_in_a_shard_is_replaced_there(tmp_path: Path) -> None:
+    folder = copy_checkpoint("deepspec_vanilla", tmp_path / "drafter")
+    shard = folder / "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(shard)
+    homes = dict.fromkeys(load_file(shard), shard.name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": homes}))
+    old = load_confidence_head(folder)
+    replace_confidence_head(folder, ConfidenceHead(weights=old.weights, bias=-3.0))
+    assert float(load_file(shard)["confidence_head.proj.bias"]) == -3
+    index.write_text(json.dumps({"weight_map": homes | {"confidence_head.proj.bias": "other.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"is spread over .*, other\.safetensors; export the drafter"):
+        replace_confidence_head(folder, old)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from dspark.speculation.acceptance_rates import AcceptanceRates, Rates
@@ -79,3 +81,28 @@ def test_released_requests_leave_nothing_but_what_they_taught_of_all():
 def test_counts_that_cannot_be_are_refused(num_judged, num_accepted):
     with pytest.raises(AssertionError):
         AcceptanceRates(PRIOR).observe("a", num_judged=num_judged, num_accepted=num_accepted)
+
+
+def test_confidences_of_a_draft_are_its_first_and_its_later_rates():
+    assert Rates(0.5, 0.25).confidences(3) == [0.5, 0.25, 0.25]
+    assert Rates(0.5, 0.25).confidences(1) == [0.5]
+    assert Rates(0.5, 0.25).confidences(0) == []
+    assert Rates(1.5, 1.25).confidences(2) == [1.0, 1.0]
+
+
+def test_rates_of_all_requests_are_exported_and_restored():
+    rates, restored = AcceptanceRates(PRIOR), AcceptanceRates(PRIOR)
+    rates.observe("a", num_judged=3, num_accepted=2)
+    assert rates.export() == {"first": [1.0, 1.0], "later": [1.0, 2.0]}
+    restored.restore(json.loads(json.dumps(rates.export())))
+    assert restored.rates("a") == restored.rates("b") == rates.rates("b")
+
+
+@pytest.mark.parametrize(
+    "state", [None, [], {"first": [1, 1]}, {"first": [1, 1], "later": [1]}, {"first": [1, 1], "later": ["1", 1]}]
+)
+def test_a_state_of_another_shape_is_refused_and_changes_nothing(state):
+    rates = AcceptanceRates(PRIOR)
+    with pytest.raises(ValueError, match="count"):
+        rates.restore(state)
+    assert rates.rates("a") == PRIOR

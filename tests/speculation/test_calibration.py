@@ -15,6 +15,7 @@ from dspark.speculation.calibration import (
     calibrate,
     calibration_error,
     fit_temperatures,
+    folds_of,
     reliability_bins,
     survivals,
 )
@@ -127,11 +128,39 @@ def test_a_position_at_which_nothing_is_accepted_is_made_as_unsure_as_the_grid_a
     assert fit_temperatures(column(2.0, 3.0), column(0, 0)) == (4.0,)
 
 
-def test_errors_are_checked_on_the_other_half_of_the_texts() -> None:
-    """Texts 0 and 2 accept all, text 1 nothing: each half's temperature (.25 and 4) is wrong for the other."""
-    fitted = calibrate(column(1, 1, 1), column(1, 0, 1), np.array([0, 1, 2]))
+def test_errors_are_checked_with_what_the_other_texts_say() -> None:
+    """Text 0 accepts nothing, the two others all: 0 is judged by temperature .25, the others by one that suits both."""
+    logits, rates, texts = column(1, 1, 1), column(0, 1, 1), np.array([0, 1, 2])
+    fitted = calibrate(logits, rates, texts)
     low, high = 1 / (1 + np.exp(-1 / 4)), 1 / (1 + np.exp(-1 / 0.25))
-    assert fitted.ece_cross_validated == pytest.approx([(2 * (1 - low) + high) / 3])
+    assert fit_temperatures(logits[:2], rates[:2]) == (4.0,)  # one of two
+    assert fitted.ece_cross_validated == pytest.approx([(high + 2 * (1 - low)) / 3])
+
+
+def test_a_text_is_in_one_of_five_folds_as_a_whole() -> None:
+    assert folds_of(np.array([7, 7, 3, 9, 9, 11, 12, 20, 3])).tolist() == [1, 1, 0, 2, 2, 3, 4, 0, 0]
+
+
+def test_a_refitted_head_is_measured_alone_with_temperatures_and_on_texts_it_did_not_see() -> None:
+    """The head says .9 of what is accepted half the time; each refit states the rate of the rounds it is given."""
+    rates = column(1, 0, 1, 0, 1, 1)
+    texts = np.array([0, 0, 1, 1, 2, 2])
+    seen: list[list[bool]] = []
+
+    def refit(rows: np.ndarray) -> np.ndarray:
+        seen.append(rows.tolist())
+        rate = rates[rows].mean()
+        return np.full((6, 1), np.log(rate / (1 - rate)))
+
+    fitted = calibrate(np.full((6, 1), np.log(9)), rates, texts, refit=refit)
+    assert seen == [[True] * 6, *([[t != fold for t in texts] for fold in range(3)])]
+    assert fitted.ece_before == pytest.approx([0.9 - 4 / 6])
+    assert fitted.ece_refitted == pytest.approx([0], abs=1e-12)
+    assert fitted.reliability_refitted is not None
+    assert [one.confidence for one in fitted.reliability_refitted[0]] == pytest.approx([4 / 6])
+    assert fitted.temperatures == (1.0,)
+    assert fitted.ece_cross_validated == pytest.approx([(2 * 0.25 + 2 * 0.25 + 2 * 0.5) / 6])
+    assert fitted.to_json()["ece_refitted"] == pytest.approx([0], abs=1e-12)
 
 
 def test_calibration_error_is_the_mean_gap_of_bins() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from stated_proposer import StatedProposer
 from toys import FunctionProposer
 
 from dspark.request import SamplingParams
-from dspark.speculation.combined import MATCH_PRIORS, CombinedProposer, MatchKind, match_kind
+from dspark.speculation.combined import CombinedProposer
 from dspark.speculation.ngram import NgramProposer
-from dspark.speculation.proposal import NO_DRAFT, CommittedFeatures, Draft, DraftContext
+from dspark.speculation.prefix_scheduler import survivals_of
+from dspark.speculation.proposal import NO_DRAFT, CommittedFeatures, Draft, DraftContext, Forecast
 
 NEW = [1, 2, 3, 4, 5, 6]  # nothing repeats
 PAIR = [8, 9, 4, 8, 9]  # two tokens repeat; then comes 4
@@ -17,10 +20,10 @@ PERIODIC = [1, 2, 3] * 9
 DRAFTED = [70, 71, 72, 73, 74]
 
 
-def context(token_ids, *, request_id="a", length=5) -> DraftContext:
+def context(token_ids, *, request_id="a", length=5, joins=True) -> DraftContext:
     return DraftContext(
         request_id=request_id, token_ids=list(token_ids), sampling=SamplingParams(), seed=0, is_coupled=False,
-        num_draft_tokens=length, page_ids=(), page_serials=(),
+        num_draft_tokens=length, page_ids=(), page_serials=(), joins_pass=joins,
     )  # fmt: skip
 
 
@@ -99,6 +102,80 @@ def test_a_drafter_without_confidences_is_chosen_by_its_record_alone():
     assert proposer_names(proposer, PAIR, NEW) == ["function", "function"]
 
 
+# -- who joins the pass, and what is forecast ----------------------------------------------------------------------
+
+
+def test_a_request_that_does_not_join_gets_the_repetition_or_nothing():
+    """The drafter is sure of itself and would be chosen for all of them."""
+    drafter = drafter_with(1.0)
+    texts = {"0": NEW, "1": PAIR, "2": NEW, "3": PAIR}
+    contexts = [context(text, request_id=i, joins=i in "03") for i, text in texts.items()]
+    drafts = CombinedProposer(drafter).propose(contexts)
+    assert [draft.proposer_name for draft in drafts] == ["stated", "ngram", None, "stated"]
+    assert drafts[2] is NO_DRAFT
+    assert (drafter.begun, drafter.drafted) == ([["0", "3"]], [["0", "3"]])
+
+
+def test_no_pass_is_begun_where_nobody_joins():
+    """Case J6."""
+    drafter = drafter_with(1.0)
+    contexts = [context(text, request_id=str(i), joins=False) for i, text in enumerate((NEW, PAIR, PERIODIC))]
+    drafts = CombinedProposer(drafter).propose(contexts)
+    assert [draft.proposer_name for draft in drafts] == [None, "ngram", "ngram"]
+    assert (drafter.begun, drafter.drafted) == ([], [])
+
+
+def test_it_has_a_pass_where_its_drafter_has_one():
+    assert CombinedProposer(drafter_with(1.0)).has_pass
+    assert not CombinedProposer(FunctionProposer(lambda c: [])).has_pass
+
+
+def test_the_forecast_holds_the_repetitions_survivals_and_the_drafters_own():
+    proposer = CombinedProposer(drafter_with(0.3))
+    new, pair = proposer.forecast([context(NEW), context(PAIR, request_id="b", length=3)])
+    assert new == Forecast(free=[], paid=[0.3])
+    assert pair.paid == [0.3]
+    assert pair.free == pytest.approx([0.46, 0.46 * 0.62, 0.46 * 0.62**2])
+
+
+def test_the_forecast_of_a_repetition_is_what_its_draft_states():
+    proposer = CombinedProposer(drafter_with(0.0))
+    contexts = [context(PAIR, request_id="a"), context(PERIODIC, request_id="b")]
+    forecasts = proposer.forecast(contexts)
+    drafts = proposer.propose(contexts)
+    assert [draft.proposer_name for draft in drafts] == ["ngram", "ngram"]
+    assert [f.free for f in forecasts] == [survivals_of(draft.confidences) for draft in drafts]
+
+
+def test_forecasts_and_stated_repetitions_do_not_depend_on_what_the_drafter_draws():
+    """The same rounds with other drawn tokens: verified alike, everything known before the next draw is the same."""
+
+    def known(drawn: list[int]) -> list:
+        drafter = StatedProposer(FunctionProposer(lambda c: drawn), lambda c: 0.9)
+        proposer, seen, text = CombinedProposer(drafter), [], list(PAIR)
+        for token_id in (4, 5, 8, 9):
+            contexts = [context(text, request_id="a"), context(PERIODIC, request_id="b"), context(NEW, request_id="c")]
+            seen.append(proposer.forecast(contexts))
+            drafts = proposer.propose(contexts)
+            seen += [draft.confidences for draft in drafts if draft.proposer_name == "ngram"]
+            seen.append(proposer.forecast(contexts))  # drawn now, not yet verified
+            for i, draft in zip("abc", drafts, strict=True):
+                proposer.take_verdict(i, draft, 1)
+            text.append(token_id)
+        return seen
+
+    assert known([70, 71, 72, 73, 74]) == known([90, 91, 92, 93, 94])
+
+
+def test_confidences_go_through_as_they_were_stated():
+    """Also where the drafter's record says that its c_1 is far too high."""
+    stated = Draft(token_ids=DRAFTED, confidences=[0.9, 0.8, 0.7, 0.6, 0.5])
+    proposer = CombinedProposer(StatedProposer(FunctionProposer(lambda c: stated), lambda c: 0.9))
+    teach(proposer, num_rounds=50, num_accepted=0)
+    (draft,) = proposer.propose([context(NEW)])
+    assert draft.confidences == [0.9, 0.8, 0.7, 0.6, 0.5]
+
+
 # -- what is learned -----------------------------------------------------------------------------------------------
 
 
@@ -145,26 +222,6 @@ def test_the_ngram_side_learns_from_the_text_also_where_it_was_not_chosen():
     assert names == ["ngram"]
 
 
-def test_what_was_foretold_is_judged_by_the_committed_tokens_up_to_the_first_wrong_one():
-    proposer = CombinedProposer(drafter_with(0.0))
-    kind = MatchKind(2, "plain")
-    proposer.propose([context(PAIR)])  # foretells 4 8 9 4 8
-    proposer.propose([context([*PAIR, 4, 8, 77, 4])])
-    counts = proposer._match_rates[kind]._all
-    assert (counts.first.num_accepted, counts.first.num_expected) == (1, 1)
-    assert (counts.later.num_accepted, counts.later.num_expected) == (1, 2)
-
-
-def test_tokens_not_yet_committed_are_not_judged():
-    proposer = CombinedProposer(drafter_with(0.0))
-    proposer.propose([context(PAIR)])
-    proposer.propose([context(PAIR)])  # the same text again: drafts were dropped
-    counts = proposer._match_rates[MatchKind(2, "plain")]._all
-    assert counts.first.num_expected == 0
-    proposer.propose([context([*PAIR, 4])])
-    assert (counts.first.num_accepted, counts.first.num_expected, counts.later.num_expected) == (1, 1, 0)
-
-
 def test_a_dropped_draft_teaches_nothing():
     """Preempted between draft and verification: released, and drafted again."""
     proposer = CombinedProposer(drafter_with(0.9))
@@ -182,6 +239,31 @@ def test_verdicts_reach_the_drafter_for_its_own_drafts_only():
     for request_id, draft in zip("ab", drafts, strict=True):
         proposer.take_verdict(request_id, draft, 2)
     assert drafter.verdicts == [("a", 5, 2)]
+
+
+def test_what_was_learned_of_all_requests_survives_a_restart():
+    taught = CombinedProposer(drafter_with(0.9))
+    teach(taught, num_rounds=60, num_accepted=0)
+    taught.propose([context(PAIR)])
+    taught.propose([context([*PAIR, 4, 8, 9])])
+    restarted = CombinedProposer(drafter_with(0.9))
+    restarted.restore_state(json.loads(json.dumps(taught.export_state())))
+    taught.release("a")
+    contexts = [context(NEW, request_id="n"), context(PAIR, request_id="m")]
+    assert (
+        restarted.forecast(contexts)
+        == taught.forecast(contexts)
+        != CombinedProposer(drafter_with(0.9)).forecast(contexts)
+    )
+    assert proposer_names(restarted, PAIR) == ["ngram"], "the drafter's record is known"
+
+
+@pytest.mark.parametrize("state", [{"matches": {}}, {"choice": [1, 2]}, {"ngram": {"matches": 3}}, [], None, 7])
+def test_a_state_of_another_shape_is_ignored_with_a_warning(state, caplog):
+    proposer = CombinedProposer(drafter_with(0.9))
+    proposer.restore_state(state)
+    assert "are ignored" in caplog.text
+    assert proposer.forecast([context(PAIR)]) == CombinedProposer(drafter_with(0.9)).forecast([context(PAIR)])
 
 
 def test_released_requests_leave_nothing_behind():
@@ -222,38 +304,6 @@ def test_no_draft_at_all_is_no_draft():
     proposer = CombinedProposer(FunctionProposer(lambda c: []))
     assert proposer.propose([context(NEW)]) == [NO_DRAFT]
     assert proposer.propose([]) == []
-
-
-# -- kinds of matches ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        (PAIR, (2, "plain")),
-        ([5, 1, 2, 6, 5, 1, 2], (3, "plain")),
-        ([5, 1, 2, 6, 1, 2, 7, 5, 1, 2], (3, "contested")),
-        ([5, 1, 2, 6, 1, 2, 6, 5, 1, 2], (3, "plain")),  # the later occurrence goes on alike
-        ([1, 1, 1], (2, "plain")),
-        ([1, 1, 1, 1, 1], (4, "periodic")),
-        (PERIODIC[:8], (4, "periodic")),
-        (PERIODIC, (16, "periodic")),
-        ([*range(30, 39), 1, 2, 4, *range(30, 39)], (8, "plain")),
-        ([*range(30, 50), 1, 2, 4, *range(30, 50)], (16, "plain")),
-    ],
-)
-def test_a_repetition_is_classed_by_its_length_and_evidence(text, kind):
-    match = NgramProposer().find_match(context(text))
-    assert match_kind(match) == MatchKind(*kind)
-
-
-def test_every_kind_of_match_has_a_prior_that_rises_with_its_length():
-    text_kinds = {
-        MatchKind(n, evidence) for n in (2, 3, 4, 8, 16) for evidence in ("plain", "contested", "periodic")
-    } - {MatchKind(2, "contested"), MatchKind(2, "periodic"), MatchKind(3, "periodic")}
-    assert set(MATCH_PRIORS) == text_kinds
-    plain = [MATCH_PRIORS[MatchKind(n, "plain")].expected_accepted(5) for n in (2, 3, 4, 8, 16)]
-    assert plain == sorted(plain)
 
 
 def test_the_part_that_is_verified_keeps_its_proposers_name():

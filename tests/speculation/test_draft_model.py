@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from fake_draft_model import GREEDY, DraftBench
 
 from dspark.request import SamplingParams
 from dspark.speculation.noise import KeyedNoise, NoisePurpose
+from dspark.speculation.proposal import NO_DRAFT
 from dspark.speculation.sampling import race, sample_from, target_probs
 from dspark.speculation.verification import VerificationRow, verify_batch
 
@@ -429,3 +433,90 @@ def test_a_text_with_ids_the_draft_model_cannot_read_gets_no_draft_and_holds_nob
     drafts = bench.propose(readable, unreadable)
     assert len(drafts[0].token_ids) > 0
     assert drafts[1].token_ids == []
+
+
+# -- what to expect of a draft, and who joins the passes -----------------------------------------------------------
+
+
+def test_confidences_are_the_rates_of_each_position_known_before_the_draw():
+    """One draft of four: two accepted, the third wrong; 0.5 counts as 20 tokens, the rates of all as 4 for this one."""
+    bench = DraftBench()
+    a, b = bench.request("a", PROMPT), bench.request("b", [7, 7])
+    (draft, _) = bench.propose(a, b)
+    assert draft.confidences == [0.5] * K and all(type(c) is float for c in draft.confidences)
+    bench.proposer.take_verdict("a", draft, 2)
+    right, wrong = 11 / 21, 10 / 21
+    own = [(1 + 4 * right) / 5, (1 + 4 * right) / 5, 4 * wrong / 5, 0.5]
+    forecasts = bench.proposer.forecast([a.context(), b.context()])
+    assert forecasts[0].paid == pytest.approx(np.cumprod(own).tolist())
+    assert forecasts[1].paid == pytest.approx(np.cumprod([right, right, wrong, 0.5]).tolist())
+    assert not forecasts[0].free
+    drafts = bench.propose(a, b, sampling=SAMPLED, num_draft_tokens=3)
+    assert drafts[0].confidences == pytest.approx(own[:3])
+    assert drafts[1].confidences == pytest.approx([right, right, wrong])
+
+
+def test_a_trimmed_draft_says_nothing_of_what_was_cut_off():
+    bench = DraftBench()
+    request = bench.request("a", PROMPT)
+    draft = bench.propose(request)[0]
+    bench.proposer.take_verdict("a", draft.prefix(1), 1)
+    first = (1 + 4 * 11 / 21) / 5
+    assert bench.proposer.forecast([request.context()])[0].paid == pytest.approx([first / 2**k for k in range(K)])
+
+
+def test_requests_that_do_not_join_cost_nothing_and_catch_up_when_they_do():
+    bench = DraftBench()
+    joining, declined = bench.request("a", PROMPT), bench.request("b", [7, 8, 9])
+    contexts = [joining.context(), replace(declined.context(), joins_pass=False)]
+    drafts = bench.proposer.propose(contexts)
+    assert drafts[1] is NO_DRAFT
+    assert drafts[0].token_ids == bench.model.greedy(PROMPT, K)
+    assert bench.model.passes == [[len(PROMPT)], [1], [1], [1]]
+    declined.token_ids.extend([1, 2])
+    assert bench.num_fed_by(lambda: verify_draft_is_fresh(bench, declined)) == 5 + K - 1
+
+
+def test_where_nobody_joins_no_tensor_is_touched(monkeypatch):
+    """Case J6."""
+    bench = DraftBench()
+    request = bench.request("a", PROMPT)
+    monkeypatch.setattr("dspark.speculation.draft_model.torch", None)
+    assert bench.proposer.propose([replace(request.context(), joins_pass=False)] * 3) == [NO_DRAFT] * 3
+    assert bench.model.passes == []
+    assert bench.proposer.has_pass
+
+
+def test_a_request_that_gets_no_drafts_has_no_forecast():
+    bench = DraftBench(max_model_len=11)
+    near, broken = bench.request("near", PROMPT), bench.request("broken", [8, 8])
+    bench.model.nan_on_pass = 0
+    bench.propose(broken)
+    contexts = [near.context(), broken.context(), bench.request("new", [1]).context()]
+    assert [len(forecast.paid) for forecast in bench.proposer.forecast(contexts)] == [2, 0, K]
+
+
+def test_a_request_id_that_comes_again_starts_from_what_all_requests_taught():
+    """Case J9."""
+    bench = DraftBench()
+    request = bench.request("a", PROMPT)
+    for _ in range(30):
+        bench.proposer.take_verdict("a", bench.propose(request)[0], 0)
+    assert bench.proposer.forecast([request.context()])[0].paid[0] < 0.1
+    bench.proposer.release("a")
+    again = bench.proposer.forecast([request.context()])
+    assert again == bench.proposer.forecast([bench.request("new", PROMPT).context()])
+    assert 0.1 < again[0].paid[0] < 0.5
+
+
+def test_rates_of_all_requests_survive_a_restart(caplog):
+    bench, restarted = DraftBench(), DraftBench()
+    request = bench.request("a", PROMPT)
+    bench.proposer.take_verdict("a", bench.propose(request)[0], 1)
+    restarted.proposer.restore_state(json.loads(json.dumps(bench.proposer.export_state())))
+    bench.proposer.release("a")
+    assert restarted.proposer.forecast([request.context()]) == bench.proposer.forecast([request.context()])
+    assert caplog.text == ""
+    restarted.proposer.restore_state({"positions": {"1": [1, 1]}})
+    assert "'positions' of the draft_model drafter are ignored" in caplog.text
+    assert restarted.proposer.forecast([request.context()]) == bench.proposer.forecast([request.context()])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from dspark.models.drafter import Drafter
 from dspark.request import SamplingParams
 from dspark.speculation.dspark_drafter import DSparkProposer
 from dspark.speculation.noise import KeyedNoise, NoisePurpose
+from dspark.speculation.prefix_scheduler import survivals_of
 from dspark.speculation.proposal import NO_DRAFT, CommittedFeatures, Draft, DraftContext
 from dspark.speculation.sampling import race, sample_from, target_probs
 
@@ -261,7 +265,7 @@ def test_the_vocabulary_and_the_sequential_head_are_computed_for_chosen_requests
 def test_confidences_are_those_of_the_training_module_along_the_drawn_tokens(name, sampling):
     drafter, module = stored_drafter(name), load_module(FIXTURES / name)
     draft = draft_one(drafter, sampling=sampling, length=7)
-    assert draft.confidences.shape == (7,) and draft.confidences.dtype == torch.float32
+    assert len(draft.confidences) == 7 and all(type(c) is float for c in draft.confidences)
     expected = draft_with_module(
         module,
         target_taps(TEXT[:-1], drafter.config.tap_ids),
@@ -270,7 +274,7 @@ def test_confidences_are_those_of_the_training_module_along_the_drawn_tokens(nam
         torch.tensor([len(TEXT) - 1]),
         forced=torch.tensor([draft.token_ids]),
     )
-    torch.testing.assert_close(draft.confidences, expected.confidence_logits[0].sigmoid(), atol=1e-5, rtol=0)
+    assert draft.confidences == pytest.approx(expected.confidence_logits[0].sigmoid().tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", WITH_HEAD)
@@ -280,20 +284,30 @@ def test_the_first_confidences_of_a_round_are_known_before_anything_is_drawn(nam
     stated = drafting.first_confidences()
     drafts = drafting.draft([0, 1, 2])
     assert proposer.has_confidences
-    assert stated == pytest.approx([draft.confidences[0].item() for draft in drafts], abs=1e-6)
+    assert stated == pytest.approx([draft.confidences[0] for draft in drafts], abs=1e-6)
     assert len(set(stated)) == 3
 
 
 def test_a_shorter_part_of_a_draft_keeps_its_confidences():
     draft = draft_one(stored_drafter("deepspec_vanilla"), sampling=SAMPLED, length=5)
-    assert torch.equal(draft.prefix(2).confidences, draft.confidences[:2])
+    assert draft.prefix(2).confidences == draft.confidences[:2]
     assert draft.prefix(2).probs.shape == (2, VOCAB)
 
 
-def test_a_drafter_without_a_confidence_head_states_none():
-    drafter = stored_drafter("deepspec_dflash_noconf")
-    assert not proposer_with(drafter, {"a": TEXT})[0].has_confidences
-    assert draft_one(drafter).confidences is None
+def test_a_drafter_without_a_confidence_head_states_how_often_each_position_was_right():
+    """One draft of four: two accepted, the third wrong; 0.5 counts as 20 tokens, the rates of all as 4 for this one."""
+    proposer, pages = proposer_with(stored_drafter("deepspec_dflash_noconf"), {"a": TEXT, "b": OTHER})
+    assert not proposer.has_confidences
+    contexts = [context_of(TEXT, pages["a"]), context_of(OTHER, pages["b"], request_id="b")]
+    drafts = proposer.propose(contexts)
+    assert [draft.confidences for draft in drafts] == [[0.5] * 4] * 2
+    proposer.take_verdict("a", drafts[0], 2)
+    right, wrong = 11 / 21, 10 / 21
+    drafts = proposer.propose(contexts)
+    assert drafts[1].confidences == pytest.approx([right, right, wrong, 0.5])
+    own = [(1 + 4 * right) / 5, (1 + 4 * right) / 5, 4 * wrong / 5, 0.5]
+    assert drafts[0].confidences == pytest.approx(own)
+    assert proposer.forecast(contexts)[0].paid == pytest.approx(np.cumprod(own).tolist())
 
 
 def test_a_request_that_gets_no_draft_has_confidence_zero():
@@ -308,3 +322,100 @@ def test_a_request_that_gets_no_draft_has_confidence_zero():
     assert (confidences[0], confidences[2]) == (0.0, 0.0)
     assert confidences[1] > 0
     assert [len(draft.token_ids) for draft in drafting.draft([0, 1, 2])] == [0, 4, 0]
+
+
+# -- who joins the pass, and what is forecast ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["deepspec_vanilla", "deepspec_dflash_noconf"])
+def test_only_requests_that_join_are_drafted_for(name, monkeypatch):
+    proposer, pages = proposer_with(stored_drafter(name), THREE)
+    contexts = contexts_of_three(pages, sampling=SAMPLED)
+    everybodys = proposer.propose(contexts)
+    num_rows = []
+    original = Drafter.run_blocks
+    monkeypatch.setattr(
+        Drafter, "run_blocks", lambda self, rows, cache: num_rows.append(len(rows)) or original(self, rows, cache)
+    )
+    drafts = proposer.propose([replace(c, joins_pass=c.request_id == "b") for c in contexts])
+    assert num_rows == [1]
+    assert drafts[0] is NO_DRAFT and drafts[2] is NO_DRAFT
+    assert drafts[1].token_ids == everybodys[1].token_ids
+
+
+def test_where_nobody_joins_no_tensor_is_touched(monkeypatch):
+    """Case J6."""
+    proposer, pages = proposer_with(stored_drafter("deepspec_vanilla"), THREE)
+    contexts = [replace(context, joins_pass=False) for context in contexts_of_three(pages)]
+    monkeypatch.setattr("dspark.speculation.dspark_drafter.torch", None)
+    monkeypatch.setattr(proposer, "_drafter", SimpleNamespace(config=proposer._drafter.config))
+    forecasts = proposer.forecast(contexts)
+    assert [forecast.paid for forecast in forecasts] == [pytest.approx([0.5, 0.25, 0.125, 0.0625])] * 3
+    drafting = proposer.begin(contexts)
+    assert drafting.first_confidences() == [0.0] * 3
+    assert drafting.draft([0, 1, 2]) == proposer.propose(contexts) == [NO_DRAFT] * 3
+
+
+def test_a_request_that_gets_no_draft_has_no_forecast():
+    proposer, pages = proposer_with(make_drafter(max_position=13), {"a": TEXT, "b": OTHER})
+    contexts = [context_of(TEXT, pages["a"]), context_of(OTHER, pages["b"], request_id="b")]
+    assert [len(forecast.paid) for forecast in proposer.forecast(contexts)] == [2, 4]
+    proposer.switch_off("b")
+    assert [len(forecast.paid) for forecast in proposer.forecast(contexts)] == [2, 0]
+
+
+def test_a_draft_of_which_nothing_was_verified_counts_as_it_was_stated():
+    """Never before the text went on: until then the same tokens could be drawn again."""
+    proposer, pages = proposer_with(stored_drafter("deepspec_vanilla"), {"a": TEXT})
+    before = proposer.forecast([context_of(TEXT, pages["a"])])
+    (draft,) = proposer.propose([context_of(TEXT, pages["a"])])
+    assert proposer.rates.num_requests == 1
+    assert proposer.forecast([context_of(TEXT, pages["a"])]) == before, "dropped"
+    proposer.propose([context_of(TEXT, pages["a"])])
+    (after,) = proposer.forecast([context_of([*TEXT, 5], pages["a"])])
+    stated = survivals_of(draft.confidences)
+    first = (stated[0] + 20 * 0.5) / 21
+    assert after.paid[0] == pytest.approx((stated[0] + 4 * first) / 5)
+    second = (stated[1] + 20 * 0.5) / (stated[0] + 20)
+    assert after.paid[1] / after.paid[0] == pytest.approx((stated[1] + 4 * second) / (stated[0] + 4))
+
+
+def test_a_round_that_went_to_another_proposer_counts_by_its_first_confidence():
+    proposer, pages = proposer_with(stored_drafter("deepspec_vanilla"), {"a": TEXT})
+    (stated,) = proposer.begin([context_of(TEXT, pages["a"])]).first_confidences()
+    (after,) = proposer.forecast([context_of([*TEXT, 5], pages["a"], length=2)])
+    first = (stated + 4 * (stated + 10) / 21) / 5
+    assert after.paid == pytest.approx([first, first * 0.5])
+
+
+def test_a_request_id_that_comes_again_starts_from_what_all_requests_taught():
+    """Case J9."""
+    proposer, pages = proposer_with(stored_drafter("deepspec_vanilla"), {"a": TEXT})
+    context = context_of(TEXT, pages["a"])
+    for _ in range(30):
+        (draft,) = proposer.propose([context])
+        proposer.take_verdict("a", draft, 0)
+    proposer.propose([context])  # stated, not judged
+    assert proposer.forecast([context])[0].paid[0] < 0.1
+    proposer.release("a")
+    assert proposer.num_requests == 0
+    again, other = (replace(context, token_ids=[*TEXT, 1], request_id=i) for i in "ab")
+    assert proposer.forecast([again]) == proposer.forecast([other])
+    assert 0.1 < proposer.forecast([again])[0].paid[0] < 0.5
+
+
+def test_what_was_learned_of_all_requests_survives_a_restart(caplog):
+    drafter = stored_drafter("deepspec_vanilla")
+    taught, pages = proposer_with(drafter, {"a": TEXT})
+    (draft,) = taught.propose([context_of(TEXT, pages["a"])])
+    taught.take_verdict("a", draft, 3)
+    state = json.loads(json.dumps(taught.export_state()))
+    restarted, _ = proposer_with(drafter, {"a": TEXT})
+    restarted.restore_state(state)
+    taught.release("a")
+    assert restarted.forecast([context_of(TEXT, pages["a"])]) == taught.forecast([context_of(TEXT, pages["a"])])
+    assert caplog.text == ""
+    restarted.restore_state({"positions": [[2.0, 1.0]], "speed": 1})
+    assert "'positions' of the dspark drafter are ignored" in caplog.text
+    assert "'speed' of the dspark drafter are ignored" in caplog.text
+    assert restarted.forecast([context_of(TEXT, pages["a"])]) == taught.forecast([context_of(TEXT, pages["a"])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import heapq
 import itertools
 import json
@@ -17,6 +18,8 @@ from dspark.speculation.prefix_scheduler import (
     DraftedStep,
     EarlyStopScheduler,
     FixedScheduler,
+    ForesightScheduler,
+    SurvivalTable,
     ThresholdScheduler,
     survivals_of,
     throughput,
@@ -26,6 +29,7 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "algorithms" / "prefix_schedu
 INSTANCES = json.loads(FIXTURE.read_text())["instances"]
 SCHEDULERS = {
     "early_stop": EarlyStopScheduler,
+    "foresight": ForesightScheduler,
     "delayed": DelayedScheduler,
     "threshold": lambda: ThresholdScheduler(0.4),
     "fixed": lambda: FixedScheduler(2),
@@ -254,6 +258,44 @@ def test_a_delayed_budget_holds_at_the_present_load():
     assert delayed_lengths(earlier, present) == [1, 1]
 
 
+# -- foresight -----------------------------------------------------------------------------------------------------
+
+
+def test_foresight_passes_a_drop_that_the_next_tokens_make_up_for():
+    """Case J2: the next tokens survive with .9 and .6, so .9, .81, .73 and .6, .36 are hoped for: a Theta of 2.7."""
+    assert ForesightScheduler().lengths(step_of(J1, staircase)) == [3, 0]
+    assert ForesightScheduler().lengths(step_of([[0.3, 0.3], [0.2, 0.2]], staircase)) == [0, 0]
+
+
+def test_foresight_judges_what_follows_by_the_next_token_alone():
+    """The second survival is hoped for from the first, 0.95 squared; that it is far less comes out too late."""
+    seconds = {1: 1.0, 2: 2.0, 3: 1.45}.get
+    assert ForesightScheduler().lengths(step_of([[0.95, 0.01]], seconds)) == [2]
+    assert ForesightScheduler().lengths(step_of([[0.3, 0.3]], seconds)) == [0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_foresight_is_algorithm_1_where_costs_rise_evenly(seed):
+    step = random_step(seed)
+    even = step_of(step.survivals, lambda b: 1.0 + 0.2 * b)
+    assert ForesightScheduler().lengths(even) == EarlyStopScheduler().lengths(even)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_foresight_does_not_see_what_a_token_brings_behind_it(seed):
+    """As for Algorithm 1: whether x_k is verified stays, whatever the confidences behind it are."""
+    step = random_step(seed)
+    before = ForesightScheduler().lengths(step)
+    generator = np.random.default_rng(seed + 1000)
+    for r, survivals in enumerate(step.survivals):
+        for k in range(1, len(survivals) + 1):
+            factors = generator.uniform(0.0, 1.0, len(survivals) - k)
+            changed = survivals[:k] + [survivals[k - 1] * f for f in survivals_of(factors)]
+            others = [changed if i == r else a for i, a in enumerate(step.survivals)]
+            after = ForesightScheduler().lengths(dataclasses.replace(step, survivals=others))
+            assert (before[r] >= k) == (after[r] >= k)
+
+
 # -- threshold and fixed -------------------------------------------------------------------------------------------
 
 
@@ -332,14 +374,14 @@ def test_no_room_is_no_drafts_and_no_requests_are_no_lengths(name):
     assert run(name, step_of([], flat)) == []
 
 
-@pytest.mark.parametrize("name", ["early_stop", "delayed", "threshold"])
+@pytest.mark.parametrize("name", ["early_stop", "foresight", "delayed", "threshold"])
 def test_a_token_that_cannot_be_accepted_is_never_verified(name):
     """Case J10: c = (0, .9), (1, 1, 1) and (.9, NaN, .9)."""
     survivals = [survivals_of(c) for c in ([0.0, 0.9], [1.0, 1.0, 1.0], [0.9, math.nan, 0.9])]
     assert run(name, step_of(survivals, flat)) == [0, 3, 1]
 
 
-@pytest.mark.parametrize("name", ["early_stop", "delayed", "threshold"])
+@pytest.mark.parametrize("name", ["early_stop", "foresight", "delayed", "threshold"])
 def test_a_short_budget_ranks_by_survival_across_requests(name):
     """Case J4: the two places go to .5 and to .4, not to the confidence of .99 that follows it."""
     survivals = [survivals_of([0.4, 0.99, 0.99]), survivals_of([0.5, 0.3])]
@@ -359,6 +401,23 @@ def test_survivals_are_running_products_in_the_unit_interval():
     assert survivals_of([1.5, -0.5]) == [1.0, 0.0]
     assert survivals_of([math.inf, 1.0]) == [1.0, 1.0]
     assert survivals_of([]) == []
+
+
+def test_a_table_of_survivals_holds_what_the_lists_say_up_to_its_steps():
+    drafts = [[0.5, 0.5, 0.0, 0.9], [], [1.5, 0.9999999], [0.5, math.nan, 0.9], [-0.5]]
+    table = SurvivalTable.rounded(drafts)
+    assert list(table) == [[0.5, 0.25, 0.0, 0.0], [], [1.0, 1.0], [0.5, 0.0, 0.0], [0.0]]
+    assert [len(row) for row in table[1:3]] == [0, 2]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_table_gives_the_lengths_of_its_lists(seed, name):
+    step = random_step(seed, num_requests=5, max_tokens=14)
+    table = SurvivalTable.rounded([[b / a for a, b in zip([1.0, *a], a, strict=False)] for a in step.survivals])
+    assert run(name, dataclasses.replace(step, survivals=table)) == run(
+        name, dataclasses.replace(step, survivals=list(table))
+    )
 
 
 @pytest.mark.parametrize("survivals", [[0.5, 0.6], [1.1], [0.5, -0.1], [math.nan], [0.9, math.nan, 0.1]])

@@ -19,17 +19,20 @@ import torch
 from enumerated_draws import Rows, completed, joint, outcomes
 
 from dspark.request import SamplingParams
+from dspark.speculation.capacity import MeasuredTimes, StepTimes, TimeCurve
+from dspark.speculation.planner import SCHEDULERS, Load, Planner
 from dspark.speculation.prefix_scheduler import (
     DelayedScheduler,
     DraftedStep,
     EarlyStopScheduler,
     FixedScheduler,
+    ForesightScheduler,
     PrefixScheduler,
     ThresholdScheduler,
     survivals_of,
     throughput,
 )
-from dspark.speculation.proposal import Draft
+from dspark.speculation.proposal import Draft, Forecast
 from dspark.speculation.sampling import race
 from dspark.speculation.verification import VerificationRow, verify_batch
 
@@ -143,6 +146,7 @@ def appendix_step(survivals: list[list[float]]) -> DraftedStep:
 
 APPENDIX_SCHEDULERS: dict[str, PrefixScheduler] = {
     "early_stop": EarlyStopScheduler(),
+    "foresight": ForesightScheduler(),
     "delayed": PrimedDelayedScheduler([[0.99, 0.98]]),
     "threshold": ThresholdScheduler(0.5),
     "fixed": FixedScheduler(2),
@@ -248,6 +252,7 @@ TOYS = (
 )
 COMPETING = {
     "early_stop": EarlyStopScheduler(),
+    "foresight": ForesightScheduler(),
     "delayed": PrimedDelayedScheduler([[0.99, 0.98], [0.9, 0.2]]),
     "threshold": ThresholdScheduler(0.4),
     "fixed": FixedScheduler(2),
@@ -287,3 +292,72 @@ def test_looking_ahead_breaks_the_joint_law_of_competing_requests(method):
     deviation, seen = competing_deviation(AnticipatingScheduler(), method)
     assert deviation > 1e-3
     assert len(seen) > 1
+
+
+# -- the planner, with all it does besides -------------------------------------------------------------------------
+
+
+class PlannedRound:
+    """A planner as a `PrefixScheduler`: before each law's round it lived through others."""
+
+    def __init__(
+        self, name: str, seconds: Sequence[float], *, first_size: int, earlier: Sequence[Sequence[float]]
+    ) -> None:
+        self._name = name
+        self._curve = TimeCurve(tuple(range(first_size, first_size + len(seconds))), tuple(seconds))
+        self._earlier = earlier
+
+    def planner(self, load: Load) -> Planner:
+        """Return a planner two rounds old, whose measured times are all that a step costs."""
+        times = StepTimes(MeasuredTimes(target=self._curve, max_tokens=64))
+        planner = Planner(scheduler=self._name, times=times, confidence_threshold=0.4, num_draft_tokens=DRAFT_LEN)
+        ids = [str(r) for r in range(len(self._earlier))]
+        for confidences in (self._earlier, [[0.5] for _ in self._earlier]):
+            planner.lengths(ids, confidences, load)
+        return planner
+
+    def lengths(self, step: DraftedStep) -> list[int]:
+        num_requests = len(step.survivals)
+        load = Load(num_decoding=num_requests, num_prefill_tokens=0, max_tokens=step.max_tokens, context_len=0.0)
+        return self.planner(load).lengths([str(r) for r in range(num_requests)], confidences_of(step), load)
+
+
+class ProbedRound(PlannedRound):
+    """The same where the last request was declined until now and is probed in this round."""
+
+    def planner(self, load: Load) -> Planner:
+        planner = super().planner(load)
+        ids = [str(r) for r in range(load.num_decoding)]
+        forecasts = [*[Forecast(paid=[0.99, 0.98])] * (len(ids) - 1), Forecast(paid=[0.01])]
+        for _ in range(40):
+            planner.observe_step(
+                num_tokens=2, context_len=0.0, target_s=1.2, draft_s=0.0, num_drafted_for=0, overhead_s=0.0
+            )
+            if planner.choose(ids, forecasts, load)[-1]:
+                return planner
+        raise AssertionError("no probe")
+
+
+def confidences_of(step: DraftedStep) -> list[list[float]]:
+    return [[b / a if a else 0.0 for a, b in zip([1.0, *row], row, strict=False)] for row in step.survivals]
+
+
+@pytest.mark.parametrize("method", ["rejection", "block"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_planner_keeps_070(name, method):
+    seconds = [1.0 / sps for sps in APPENDIX_A["sps"][1:]]
+    planned = PlannedRound(name, seconds, first_size=1, earlier=[[0.99, 0.98]])
+    assert probability_of_a(planned, method) == pytest.approx(0.70, abs=1e-6)
+
+
+@pytest.mark.parametrize("round_type", [PlannedRound, ProbedRound])
+@pytest.mark.parametrize("method", ["rejection", "block"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_planned_requests_that_compete_for_the_budget_keep_their_joint_law(name, method, round_type):
+    if round_type is ProbedRound and name in ("threshold", "fixed"):
+        pytest.skip("they decline nobody")
+    planned = round_type(name, [1.2, 1.3, 1.64, 1.75, 9.2], first_size=2, earlier=[[0.99, 0.98], [0.9, 0.2]])
+    deviation, seen = competing_deviation(planned, method)
+    assert deviation < 1e-6
+    assert len(seen) > 1 or name == "fixed"
+    assert round_type is PlannedRound or all(lengths[-1] >= 1 for lengths in seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,17 @@ from dspark.models.drafter_checkpoint import save_drafter
 from dspark.models.drafter_config import DrafterConfig
 from dspark.models.drafter_module import DrafterModule
 from dspark.models.heads import SequentialHead
-from dspark.training.calibrate import (
+from dspark.training.calibrate import calibrate_drafter
+from dspark.training.dataset import Conversation
+from dspark.training.features import Features, OnlineFeatures
+from dspark.training.judged_rounds import (
     JudgedDrafts,
     Rounds,
-    calibrate_drafter,
     collect_rounds,
     draw_judged,
     judge_drafts,
     visited_anchors,
 )
-from dspark.training.dataset import Conversation
-from dspark.training.features import Features, OnlineFeatures
 from dspark.training.simulated_rounds import acceptance_along
 
 NUM_PROMPT = 5
@@ -60,8 +61,9 @@ def judged(module: DrafterModule, one: Conversation, decoder: Decoder, *, is_gre
     head = SequentialHead(module.config, module.state_dict())
     span = (NUM_PROMPT, one.num_tokens)
     return judge_drafts(
-        module, head, one, span, features, decoder.compute_logits, is_greedy=is_greedy, seed=(0, 0, NUM_PROMPT)
-    )
+        module, head, one, span, features, decoder.compute_logits,
+        is_greedy=is_greedy, seed=(0, 0, NUM_PROMPT), keeps_inputs=True,
+    )  # fmt: skip
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -91,6 +93,19 @@ def test_confidences_are_those_of_serving_along_what_it_drafts(kind: str, text: 
         matches = np.array(ids[anchor + 1 : anchor + 4]) == draft.target_ids[0].numpy()
         assert got.acceptance[index].tolist() == np.cumprod(matches).tolist()
         assert got.num_accepted[index] == np.cumprod(matches).sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_kept_inputs_are_what_the_head_read(kind: str, is_greedy: bool, text: Conversation, decoder: Decoder) -> None:
+    """The head's weights times the inputs are the confidence logits, of every slot."""
+    config = small_config(**KINDS[kind])
+    tensors = make_tensors(config)
+    got = judged(DrafterModule.from_tensors(config, tensors), text, decoder, is_greedy=is_greedy)
+    weights, bias = (tensors[f"confidence_head.proj.{name}"].double().numpy() for name in ("weight", "bias"))
+    assert got.head_inputs is not None
+    assert got.head_inputs.shape == (21, 3, config.confidence_input_size)
+    np.testing.assert_allclose(got.head_inputs @ weights[0] + bias, got.confidence_logits, atol=1e-5)
 
 
 def test_greedy_acceptance_is_that_of_simulated_rounds(text: Conversation, decoder: Decoder) -> None:
@@ -236,9 +251,11 @@ def test_a_drafter_is_calibrated_on_files_of_texts(target_folder: Path, data: Pa
     got = calibrate_drafter(
         folder, [str(data)], target=str(target_folder), progress=lambda done, total: seen.append((done, total))
     )
-    assert len(got.temperatures) == 3
-    assert got.num_rounds > 8 * 24 / 4 - 8
-    assert all(after <= before + 1e-12 for before, after in zip(got.ece_before[:1], got.ece_after[:1], strict=True))
+    fitted = got.calibration
+    assert (got.head, got.head_record, fitted.ece_refitted) == (None, {}, None)
+    assert len(fitted.temperatures) == 3
+    assert fitted.num_rounds > 8 * 24 / 4 - 8
+    assert fitted.ece_after[0] <= fitted.ece_before[0] + 1e-12
     assert (seen[0], seen[-1]) == ((0, 8), (8, 8))
 
 
@@ -266,6 +283,7 @@ def test_confidences_that_are_no_numbers_are_refused(target_folder: Path, data: 
         ({"temperatures": (1.0,)}, "no text of temperature 1 among 8 conversations has an answer longer than 3"),
         ({"seed": -1}, r"seed \(-1\) must not be negative"),
         ({"held_out_only": 0.0}, "has no held-out conversation"),
+        ({"refit_head": True}, r"8 texts are too few to refit a head to, which takes 10"),
     ],
 )
 def test_wrong_settings_and_data_are_said(
@@ -275,3 +293,12 @@ def test_wrong_settings_and_data_are_said(
         calibrate_drafter(
             save(tmp_path / "drafter", small_config()), [str(data)], target=str(target_folder), **settings
         )
+
+
+def test_more_than_the_training_run_held_out_is_refused(target_folder: Path, data: Path, tmp_path: Path) -> None:
+    """Its record says so; the files would hold texts that the drafter was trained on."""
+    folder = save(tmp_path / "drafter", small_config())
+    record = {"step": 1, "identity": {}, "settings": {"hold_out_fraction": 0.05}}
+    (folder / "training.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"--held-out \(0\.1\) is more than the training run .* held out \(0\.05\)"):
+        calibrate_drafter(folder, [str(data)], target=str(target_folder), held_out_only=0.1)

@@ -13,6 +13,8 @@ from training_cases import CPU, conversation, settings
 
 from dspark.errors import ConfigError
 from dspark.models.decoder import Decoder
+from dspark.models.drafter_checkpoint import save_drafter
+from dspark.models.drafter_formats import SPECULATORS
 from dspark.training.config import TrainConfig
 from dspark.training.dataset import Dataset
 from dspark.training.initialise import choose_draft_ids, choose_mask_token, new_drafter, spread_taps
@@ -97,6 +99,25 @@ def test_settings_that_do_not_fit_the_target_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make(target_folder, target, **changes)
+
+
+def test_a_run_can_go_on_from_a_drafter_of_the_same_shape(target_folder: Path, target: Target, tmp_path: Path) -> None:
+    first = make(target_folder, target, seed=5, draft_vocab_size=4)
+    save_drafter(tmp_path / "first", first.config, first.state_dict(), layout=SPECULATORS)
+
+    second = make(target_folder, target, seed=6, draft_vocab_size=4, init_from=str(tmp_path / "first"))
+
+    assert second.config.mask_token_id == first.config.mask_token_id
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+
+
+def test_a_drafter_of_another_shape_is_not_gone_on_from(target_folder: Path, target: Target, tmp_path: Path) -> None:
+    first = make(target_folder, target, draft_vocab_size=4)
+    save_drafter(tmp_path / "first", first.config, first.state_dict(), layout=SPECULATORS)
+
+    with pytest.raises(ConfigError, match=f"block_size is {first.config.block_size}, asked for is 5"):
+        make(target_folder, target, draft_vocab_size=4, block_size=5, init_from=str(tmp_path / "first"))
 
 
 def test_taps_outside_the_target_are_refused(target_folder: Path, target: Target) -> None:
