@@ -32,7 +32,7 @@ lint: setup
 
 test: lint
 	$(BIN)/dspark fetch smollm2-135m
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
 
 bench: setup
 	$(BIN)/dspark bench --compare-transformers $(ARGS)

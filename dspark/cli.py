@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark import __version__
+from dspark.cli_bench import BENCH_TEXT, add_bench_flags, run_bench_verb
 from dspark.cli_engine import add_engine_flags, engine_config
 from dspark.cli_evaluation import (
     CALIBRATE_TEXT,
@@ -117,23 +118,7 @@ def _add_generate(verbs: Any) -> None:
 
 
 def _add_bench(verbs: Any) -> None:
-    parser = _add_verb(
-        verbs, "bench", _bench,
-        "Measure drafters against plain decoding, interleaved in one run; a table, then one JSON line.",
-    )  # fmt: skip
-    parser.add_argument("--drafters", default="none,ngram", help="comma-separated, as for serve --drafter")
-    parser.add_argument("--concurrency", default="1,4,16", help="comma-separated numbers of requests at a time")
-    parser.add_argument(
-        "--prompts", metavar="SET", default="mixed",
-        help="mixed, repetitive (built in), or a file of JSON lines with the key prompt or turns",
-    )  # fmt: skip
-    parser.add_argument("--num-prompts", type=int, help="use the first N prompts only")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens per answer at most")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, help="request i gets seed + i, so that sampled text can be compared")
-    parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts after the warm-up")
-    parser.add_argument("--compare-transformers", action="store_true", help="measure transformers.generate as well")
-    add_engine_flags(parser, with_drafter=False)
+    add_bench_flags(_add_verb(verbs, "bench", run_bench_verb, BENCH_TEXT))
 
 
 def _add_profile(verbs: Any) -> None:
@@ -254,31 +239,6 @@ def _print_speed(completions: Sequence[Any]) -> None:
     )
 
 
-def _bench(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from dspark.evaluation.bench_offline import BenchConfig, print_report, run_bench
-    from dspark.evaluation.prompts import load_prompts
-
-    bench = BenchConfig(
-        drafters=tuple(name.strip() for name in args.drafters.split(",")),
-        concurrency=_integers("--concurrency", args.concurrency),
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        repeats=args.repeats,
-        seed=args.seed,
-        compare_transformers=args.compare_transformers,
-    )
-    if args.num_prompts is not None and args.num_prompts < 1:
-        raise DsparkError(f"--num-prompts ({args.num_prompts}) must be at least 1")
-    prompts = load_prompts(args.prompts)[: args.num_prompts]
-    status = Console(stderr=True)
-    report = run_bench(engine_config(args), bench, prompts, progress=lambda line: status.print(line, highlight=False))
-    report["command"] = ["dspark", *sys.argv[1:]]
-    print_report(report, Console(width=None if sys.stdout.isatty() else 160))
-    return 0
-
-
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 <= seconds < float("inf"):
@@ -300,13 +260,6 @@ def _key(text: str) -> str:
 
 
 _seconds.__name__ = "number of seconds"  # argparse says "invalid ... value"
-
-
-def _integers(flag: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise DsparkError(f"{flag} ({text}) must be whole numbers separated by commas, such as 1,4,16") from error
 
 
 def _fetch(args: argparse.Namespace) -> int:

@@ -21,7 +21,8 @@ EVALUATE_TEXT = (
 )
 PLOT_TEXT = (
     "Draw results of dspark evaluate, those of several drafters side by side: accepted length by task, acceptance by "
-    "position, reliability of the confidence."
+    "position, reliability of the confidence. Or one of dspark bench: speed and verified length by number of requests, "
+    "or both around a jump of the load."
 )
 CALIBRATE_TEXT = (
     "Fit a drafter's confidences to what is accepted (Sequential Temperature Scaling), on rounds along conversations "
@@ -104,8 +105,9 @@ def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
 def add_plot_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `dspark plot`."""
     parser.add_argument(
-        "results", nargs="+", metavar="[NAME=]FILE", help="what dspark evaluate printed, and what to call its drafter"
-    )
+        "results", nargs="+", metavar="[NAME=]FILE",
+        help="what dspark evaluate printed, and what to call its drafter; or one file with what dspark bench printed",
+    )  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="an .svg or .png file")
 
 
@@ -163,17 +165,26 @@ def run_calibrate(args: argparse.Namespace) -> int:
 def run_plot(args: argparse.Namespace) -> int:
     """Draw saved results and print where."""
     from dspark.evaluation.plots import check_plot_path, load_result, plot_results
+    from dspark.evaluation.scheduling_plots import plot_bench, plot_jump
 
     check_plot_path(args.output)
     results: dict[str, dict[str, Any]] = {}
     for argument in args.results:
         name, _, file = argument.rpartition("=")
-        result = load_result(Path(file))
+        kind, result = load_result(Path(file))
+        if kind != "evaluation":
+            if name or len(args.results) > 1:
+                raise DsparkError(
+                    f"{file} is a result of dspark bench, which is drawn alone; give nothing but the file"
+                )
+            (plot_bench if kind == "bench" else plot_jump)(result, args.output)
+            break
         name = name or _drafter_name(result["drafter"])
         if name in results:
             raise DsparkError(f"two results are called {name!r}; name them: one={file} other=...")
         results[name] = result
-    plot_results(results, args.output)
+    else:
+        plot_results(results, args.output)
     print(args.output)
     return 0
 

@@ -14,6 +14,7 @@ from toys import WordTokenizer
 from dspark.batch import BatchRow, build_forward_batch
 from dspark.config import BatchingConfig, CacheConfig, EngineConfig, SpeculationConfig
 from dspark.engine.engine import Engine
+from dspark.engine.guard import FaultLimits
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import Runner
 from dspark.models.drafter import Drafter
@@ -21,7 +22,7 @@ from dspark.models.drafter_attention import DraftRow
 from dspark.models.kv_cache import KVCache
 from dspark.models.tokenizer import GenerationDefaults
 from dspark.speculation.dspark_drafter import DSparkProposer
-from dspark.speculation.proposal import CommittedFeatures, Draft, DraftContext
+from dspark.speculation.proposal import CommittedFeatures, Draft, DraftContext, Proposer
 
 VOCAB = 256
 
@@ -77,7 +78,7 @@ class RecordingProposer(DSparkProposer):
 
 
 def engine_over(
-    proposer: DSparkProposer | None,
+    proposer: Proposer | None,
     *,
     num_draft_tokens: int | None = None,
     num_pages: int = 64,
@@ -85,10 +86,12 @@ def engine_over(
     max_batch_tokens: int = 32,
     chunk: int | None = None,
     verification: str = "rejection",
+    runner_type: type[Runner] = Runner,
+    fault_limits: FaultLimits | None = None,
 ) -> Engine:
     """Return an engine over the tiny target; `chunk` is a token budget below what settings allow."""
     engine = Engine(
-        runner=Runner(
+        runner=runner_type(
             tiny_target(),
             num_pages=num_pages,
             page_size=PAGE_SIZE,
@@ -106,6 +109,7 @@ def engine_over(
         ),
         generation_defaults=GenerationDefaults(eos_token_ids=frozenset()),
         proposer=proposer,
+        fault_limits=fault_limits,
     )
     if chunk is not None:
         engine.scheduler._batching = SimpleNamespace(max_size=max_batch_size, max_batch_tokens=chunk)

@@ -15,9 +15,12 @@ from tokenizers.models import WordLevel
 from dspark.batch import BatchRow
 from dspark.config import BatchingConfig, CacheConfig, EngineConfig, SpeculationConfig
 from dspark.engine.engine import Engine
+from dspark.engine.guard import FaultLimits
 from dspark.engine.page_allocator import PageAllocator
+from dspark.engine.runner import TargetRunner
 from dspark.models.tokenizer import GenerationDefaults
 from dspark.request import FinishReason, Request, RequestOutput, SamplingParams
+from dspark.speculation.planner import Planner
 from dspark.speculation.proposal import Draft, DraftContext, Proposer
 
 Rule = Callable[[tuple[int, ...]], np.ndarray]  # committed tokens -> logits [V]
@@ -199,21 +202,29 @@ def make_engine(
     prefix_caching: bool = True,
     eos_token_ids: Sequence[int] = (),
     words: Sequence[str] | None = None,
+    fallback_strategy: str = "auto",
+    runner: TargetRunner | None = None,
+    planner: Planner | None = None,
+    fault_limits: FaultLimits | None = None,
 ) -> Engine:
     return Engine(
-        runner=ToyRunner(rule, vocab_size, num_pages=num_pages, page_size=page_size),
+        runner=runner or ToyRunner(rule, vocab_size, num_pages=num_pages, page_size=page_size),
         tokenizer=WordTokenizer(vocab_size, words),
         allocator=PageAllocator(num_pages, page_size, prefix_caching=prefix_caching),
         vocab_size=vocab_size,
         max_model_len=min(max_model_len, num_pages * page_size),
         config=EngineConfig(
             model="toy",
-            speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens, verification=verification),
+            speculation=SpeculationConfig(
+                num_draft_tokens=num_draft_tokens, verification=verification, fallback_strategy=fallback_strategy
+            ),
             batching=BatchingConfig(max_size=max_batch_size, max_batch_tokens=max_batch_tokens),
             cache=CacheConfig(page_size=page_size, prefix_caching=prefix_caching),
         ),
         generation_defaults=GenerationDefaults(eos_token_ids=frozenset(eos_token_ids)),
         proposer=proposer,
+        planner=planner,
+        fault_limits=fault_limits,
     )
 
 

@@ -29,10 +29,10 @@ class Breaker:
     While a call that was left behind has not come back, nothing is tried.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, first_pause_s: float = FIRST_PAUSE_S) -> None:
         self._clock = clock
         self._num_failures = 0  # in a row
-        self._next_pause_s = FIRST_PAUSE_S
+        self._first_pause_s = self._next_pause_s = first_pause_s
         self._open_until: float | None = None
         self._last_failure = float("-inf")
         self._left_behind: Future[Any] | None = None
@@ -57,13 +57,17 @@ class Breaker:
 
     def failed(self, left_behind: Future[Any] | None = None) -> bool:
         """Count a failure; `left_behind` is the call if it did not come back. True when this opens the breaker."""
-        now, was_open = self._clock(), self._open_until is not None
+        now, state = self._clock(), self.state
+        was_open = state is not BreakerState.CLOSED
         if now - self._last_failure > FORGIVEN_AFTER_S:
-            self._next_pause_s = FIRST_PAUSE_S
+            self._next_pause_s = self._first_pause_s
         self._last_failure = now
         self._num_failures += 1
         self._left_behind = left_behind or self._left_behind
-        if left_behind is None and not was_open and self._num_failures < MAX_FAILURES_IN_A_ROW:
+        if left_behind is None and (
+            state is BreakerState.OPEN  # not a try: what else fails during the pause does not make it longer
+            or (state is BreakerState.CLOSED and self._num_failures < MAX_FAILURES_IN_A_ROW)
+        ):
             return False
         self._open_until = now + self._next_pause_s
         self._next_pause_s = min(2 * self._next_pause_s, MAX_PAUSE_S)

@@ -24,7 +24,7 @@ from dspark import __version__
 from dspark.config import EngineConfig
 from dspark.engine.bandwidth import measure_peak_bytes_per_s
 from dspark.engine.drafter_choice import DrafterChoice
-from dspark.engine.profile_rows import ProfileLimits
+from dspark.engine.profile_rows import ROW_TOKENS, TOKENS_PER_MORE_ROW, ProfileLimits
 from dspark.engine.profiler import Progress, measure_draft_times, measure_times
 from dspark.engine.runner import TargetRunner
 from dspark.errors import ConfigError
@@ -118,6 +118,7 @@ def capacity_key(
     decoder = model.decoder
     return {
         "dspark": __version__,
+        "row_shapes": [ROW_TOKENS, TOKENS_PER_MORE_ROW],
         "torch": torch.__version__,
         "hardware": device_name(decoder.device),
         "num_threads": torch.get_num_threads(),

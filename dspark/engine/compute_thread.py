@@ -6,6 +6,7 @@ than cores: loading in one thread and decoding in another costs a quarter of the
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -40,8 +41,9 @@ class ComputeThread:
     def run(self, call: Callable[[], T], *, timeout_s: float | None = None) -> T:
         """Return what `call` returns, or raise what it raises.
 
-        With a timeout, raise `ComputeTimeout` when it takes longer: the call goes on in the old thread, later ones get
-        a new one, and what the old one still does must not matter. A call made from within the thread runs at once.
+        With a timeout, raise `ComputeTimeout` when it takes longer: the call goes on in the old thread, others get a
+        new one, and what the old one still does must not matter. A call whose turn has not come by then is never made,
+        and the thread stays. A call made from within the thread runs at once.
         """
         if threading.current_thread() is self._thread:
             return call()
@@ -54,11 +56,21 @@ class ComputeThread:
         except TimeoutError:
             if timeout_s is None or future.done():  # the call itself raised it, or came back just now
                 return future.result()
+            if future.cancel():
+                raise ComputeTimeout(timeout_s) from None
             with self._lock:
                 if self._jobs is jobs:  # nobody else has replaced it
-                    jobs.put(None)
-                    self._jobs = self._thread = None
+                    self._replace()
             raise ComputeTimeout(timeout_s, future) from None
+
+    def _replace(self) -> None:
+        """Leave the thread to its call; what waits behind that call goes to a new thread."""
+        old, self._jobs, self._thread = self._jobs, None, None
+        assert old is not None
+        with contextlib.suppress(queue.Empty):
+            while (job := old.get_nowait()) is not None:
+                self._started().put(job)
+        old.put(None)
 
     def _started(self) -> queue.SimpleQueue[_Job | None]:
         if self._jobs is None:
@@ -72,11 +84,12 @@ class ComputeThread:
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         call, future = job
-        try:
-            result = call()
-        except BaseException as error:  # the caller's to handle, whatever it is
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-            del result
+        if future.set_running_or_notify_cancel():
+            try:
+                result = call()
+            except BaseException as error:  # the caller's to handle, whatever it is
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
         del job, call, future  # nothing of a call outlives it while the thread waits for the next

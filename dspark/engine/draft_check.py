@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
@@ -16,7 +17,7 @@ def check_drafts(drafts: Sequence[Draft], contexts: Sequence[DraftContext], voca
     for draft, context in zip(drafts, contexts, strict=True):
         if len(draft.token_ids) > context.num_draft_tokens:
             raise ValueError(f"{len(draft.token_ids)} tokens drafted, {context.num_draft_tokens} allowed")
-        if any(not 0 <= token_id < vocab_size for token_id in draft.token_ids):
+        if not all(isinstance(token_id, Integral) and 0 <= token_id < vocab_size for token_id in draft.token_ids):
             raise ValueError(f"drafted ids {draft.token_ids} leave the vocabulary of {vocab_size}")
         if draft.probs is not None:
             wanted = (len(draft.token_ids), vocab_size)

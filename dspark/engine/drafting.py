@@ -5,8 +5,6 @@ Nothing here may end or delay a request: errors, bad drafts and calls that hang 
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,8 +14,9 @@ from typing import TypeVar
 from dspark.config import DEFAULT_NUM_DRAFT_TOKENS, SpeculationConfig
 from dspark.engine.acceptance_watch import AcceptanceWatch
 from dspark.engine.breaker import Breaker, BreakerState
-from dspark.engine.compute_thread import ComputeThread, ComputeTimeout
+from dspark.engine.compute_thread import ComputeThread
 from dspark.engine.draft_check import check_drafts
+from dspark.engine.guard import FaultLimits, Guard, Part
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import TargetRunner
 from dspark.engine.scheduler import ScheduledRow
@@ -25,25 +24,19 @@ from dspark.engine.sequence import Sequence as RequestSequence
 from dspark.metrics import EngineMetrics
 from dspark.speculation.planner import Load, Planner
 from dspark.speculation.prefix_scheduler import survivals_of
-from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Proposer
+from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Forecast, Proposer
 from dspark.speculation.verification import VerificationResult
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 ERRORS_SHOWN_EVERY = 64  # rounds
-# A drafting pass that takes longer than so many target passes is too slow to be of use, and past the second limit it is
-# taken to hang; small models get some time in any case, for a busy machine delays anybody by that.
-SLOW_PASSES, SLOW_AT_LEAST_S = 4.0, 0.5
-HANGING_PASSES, HANGING_AT_LEAST_S = 20.0, 2.0
 
 
 class Drafting:
-    """Asks a proposer for drafts and hands it what it learns from, behind a breaker.
+    """Asks a proposer for drafts and hands it what it learns from, behind a guard.
 
     `planner` None: every request that can have a draft gets one, all of it verified. With `fallback_strategy` "off" the
-    proposer's errors are the step's.
+    proposer's and the planner's errors are the step's. The planner is used in the engine's thread alone.
     """
 
     def __init__(
@@ -56,40 +49,73 @@ class Drafting:
         vocab_size: int,
         speculation: SpeculationConfig,
         metrics: EngineMetrics,
+        limits: FaultLimits | None = None,
     ) -> None:
         self.proposer = proposer
         self.planner = planner
-        self.breaker = Breaker()
+        self.guard = Guard(
+            proposer.name,
+            compute=compute,
+            metrics=metrics,
+            falls_back=speculation.fallback_strategy == "auto",
+            limits=limits or FaultLimits(),
+        )
         self.is_switched_on = True  # by hand; see `Engine.switch_speculation`
         self.num_joined = 0  # requests that the latest drafting pass ran for
         self.num_draft_tokens = num_draft_tokens(speculation, proposer)
-        self._compute = compute
         self._allocator = allocator
         self._vocab_size = vocab_size
-        self._falls_back = speculation.fallback_strategy == "auto"
         self._metrics = metrics
         self._request_breakers: dict[str, Breaker] = {}  # of requests whose drafts were bad
         self._acceptance_watch = AcceptanceWatch()
-        self._unreleased: list[str] = []  # requests that ended while a call was left behind
         self._num_judged = 0  # rounds
         self._declined_before: Counter[str] = Counter()  # of the planner's counts, what the metrics have
         self._probes_before = 0
-        self._num_failures = 0
-        self._target_s = 0.0  # of the latest target pass
+        self._shown_state = ""
 
     @property
     def state(self) -> str:
         """What drafting does: "on", "switched_off" by hand, "open" after failures, "probing" when to be tried again."""
         if not self.is_switched_on:
             return "switched_off"
-        return "on" if self.breaker.state is BreakerState.CLOSED else self.breaker.state.value
+        state = self.guard.state
+        return "on" if state is BreakerState.CLOSED else state.value
 
     def switch(self, is_on: bool) -> None:
         """Draft again, or not until told otherwise; features are still taken, so that it can go on at any time."""
         self.is_switched_on = is_on
-        self._metrics.show_speculation_state(self.state)
+        self._show_state()
+
+    def reset_learned(self) -> None:
+        """Forget how confidences were corrected and by what measured times are off."""
+        self.guard.when_free(self.proposer.reset_calibration)
+        if self.planner is not None and self.planner.times is not None:
+            self.planner.times.reset_drift()
 
     # -- in the order of a step ----------------------------------------------------------------------------------
+
+    def plan_lengths(self, decoding: list[RequestSequence], load: Load) -> list[int]:
+        """Return how many drafted tokens of each decoding request the step verifies; only with a planner."""
+        none = [0] * len(decoding)
+        if not self.guard.allows(Part.PLAN):
+            return none
+        lengths = self.guard.here(Part.PLAN, lambda: self._planned_lengths(decoding, load))
+        if lengths is None:
+            return none
+        drafts = [sequence.draft for sequence in decoding if sequence.draft.token_ids]
+        if drafts:
+            self.guard.went_well(Part.PLAN)
+        for sequence, length in zip(decoding, lengths, strict=True):
+            if sequence.draft.confidences:
+                self._metrics.observe_plan(length, survivals_of(sequence.draft.confidences))
+        return lengths
+
+    def take_verification(self, error: Exception | None) -> None:
+        """Count a step that verified drafts; `error` is why it was run again without them."""
+        if error is None:
+            self.guard.went_well(Part.VERIFICATION)
+        else:
+            self.guard.failed(Part.VERIFICATION, error)
 
     def take_features(
         self,
@@ -103,7 +129,7 @@ class Drafting:
         Of every request, also where it ends now or has no drafts: others may go on from its pages, and it may go on.
         `results` are of the sampled rows, in order; `target_s` is what the pass took.
         """
-        self._target_s = target_s
+        self.guard.target_s = target_s
         if not self.proposer.tapped_layers:
             return
         results_left = iter(results)
@@ -113,127 +139,210 @@ class Drafting:
             num_accepted = 0 if result is None else result.num_accepted
             has_failed = result is not None and result.error is not None
             num_committed.append(0 if has_failed else row.num_tokens + num_accepted)
-        if self.breaker.is_blocked or not self._succeeds(
-            lambda: self.proposer.take_features(runner.committed_features(num_committed))
-        ):
-            for row in rows:  # the context of these requests has a gap now: no pass for them, and nobody inherits it
-                row.sequence.shares_pages = False
 
-    def draft(self, sequences: Sequence[RequestSequence], load: Load) -> None:
-        """Give those of the decoding requests a draft that may and should have one; `load` is of the coming step."""
-        self.num_joined = 0
-        lengths = [self._reserve(sequence) for sequence in sequences]
-        drafting = [(s, length) for s, length in zip(sequences, lengths, strict=True) if length > 0]
-        self._metrics.count_declined("no_room", len(sequences) - len(drafting))
-        if not drafting:
+        def take() -> bool:
+            self.proposer.take_features(runner.committed_features(num_committed))
+            return True
+
+        self.guard.settle()
+        # While the breaker is open features are lost: each try could take as long as the one that hung.
+        can_try = not self.guard.is_blocked and self.guard.allows(Part.FEATURES)
+        if can_try and self.guard.computed(Part.FEATURES, take):
+            self.guard.went_well(Part.FEATURES)
             return
-        can_try = self.breaker.allows if not self.proposer.has_pass else not self.breaker.is_blocked
-        if not (self.is_switched_on and can_try):
-            self._metrics.count_declined("breaker" if self.is_switched_on else "switched_off", len(drafting))
-            drafts = [NO_DRAFT] * len(drafting)
-        else:
-            contexts = [_draft_context(s, length, joins_pass=self._may_join(s)) for s, length in drafting]
-            drafts = self._proposed(contexts, load)
-        for (sequence, _), draft in zip(drafting, drafts, strict=True):
-            sequence.draft = draft
-            sequence.shrink_pages(len(sequence.token_ids) + len(draft.token_ids), self._allocator)
-            sequence.stats.num_drafted += len(draft.token_ids)
-            self._metrics.num_drafted.inc(len(draft.token_ids))
-
-    def plan_lengths(self, decoding: list[RequestSequence], load: Load) -> list[int]:
-        """Return how many drafted tokens of each decoding request the step verifies; only with a planner."""
-        assert self.planner is not None
-        planner, confidences = self.planner, [s.draft.confidences for s in decoding]
-        try:
-            lengths = planner.lengths([s.request_id for s in decoding], confidences, load)
-        except Exception as error:  # a planner must cost no more than a drafter may
-            if not self._falls_back:
-                raise
-            self._failed(error)
-            return [0] * len(decoding)
-        for confidence, length in zip(confidences, lengths, strict=True):
-            if confidence:
-                self._metrics.observe_plan(length, survivals_of(confidence))
-        return lengths
+        for row in rows:  # the context of these requests has a gap now: no pass for them, and nobody inherits it
+            row.sequence.shares_pages = False
 
     def take_verdict(self, sequence: RequestSequence, draft: Draft, *, num_accepted: int, num_emitted: int) -> None:
         """Count a round that verified a draft, and let the proposer learn from it."""
-        name = draft.proposer_name or self.proposer.name
+        name, request_id = draft.proposer_name or self.proposer.name, sequence.request_id
         self._acceptance_watch.observe(name, is_first_accepted=num_accepted > 0)
         self._metrics.observe_round(
             name, num_verified=len(draft.token_ids), num_accepted=num_accepted, num_emitted=num_emitted
         )
         if self.planner is not None:
-            self.planner.observe_verdict(sequence.request_id, num_accepted)
-        if not self.breaker.is_blocked:
-            self._caught(lambda: self.proposer.take_verdict(sequence.request_id, draft, num_accepted))
+            planner = self.planner
+            self.guard.here(Part.PLAN, lambda: planner.observe_verdict(request_id, num_accepted))
+        if self.guard.is_blocked:
+            return
+        self.guard.here(Part.DRAFTS, lambda: self.proposer.take_verdict(request_id, draft, num_accepted))
         self._num_judged += 1
         if self._num_judged % ERRORS_SHOWN_EVERY == 0:
-            self._metrics.show_calibration_error(self.proposer.calibration_errors())
+            self.guard.here(
+                Part.DRAFTS, lambda: self._metrics.show_calibration_error(self.proposer.calibration_errors())
+            )
 
     def release(self, request_id: str) -> None:
         """Forget a request that ended or lost its place."""
         self._request_breakers.pop(request_id, None)
         if self.planner is not None:
-            self.planner.release(request_id)
-        if self.breaker.is_blocked:
-            self._unreleased.append(request_id)
-            return
-        for late_id in (*self._unreleased, request_id):
-            self._caught(partial(self.proposer.release, late_id))
-        self._unreleased.clear()
+            planner = self.planner
+            self.guard.here(Part.PLAN, lambda: planner.release(request_id))
+        self.guard.when_free(lambda: self.proposer.release(request_id))
+
+    def draft(self, sequences: Sequence[RequestSequence], load: Load) -> None:
+        """Give those of the decoding requests a draft that may and should have one; `load` is of the coming step.
+
+        No page is taken for a request before it is settled that it gets a draft.
+        """
+        self.num_joined = 0
+        self.guard.settle()
+        rests = self.planner is not None and self.planner.rests(len(sequences))
+        drafting = [] if rests else self._drafting_for(sequences, load)
+        drafts = self._proposed([context for _, context in drafting]) if drafting else []
+        for (sequence, _), draft in zip(drafting, drafts, strict=True):
+            sequence.draft = draft
+            sequence.stats.num_drafted += len(draft.token_ids)
+            self._metrics.num_drafted.inc(len(draft.token_ids))
+        for sequence in sequences:  # of those without a draft, too: what an earlier one needed is still theirs
+            sequence.shrink_pages(len(sequence.token_ids) + len(sequence.draft.token_ids), self._allocator)
+        self._show_state()
 
     # -- a round -------------------------------------------------------------------------------------------------
 
-    def _reserve(self, sequence: RequestSequence) -> int:
-        """Own pages for the next draft and return how long it may be; drafts never cost anyone else a page."""
-        num_tokens = len(sequence.token_ids)
+    def _drafting_for(
+        self, sequences: Sequence[RequestSequence], load: Load
+    ) -> list[tuple[RequestSequence, DraftContext]]:
+        """Return who gets a draft, with pages for it, and what the proposer may know of them."""
+        wanted = [(s, length) for s in sequences if (length := self._draft_len(s)) > 0]
+        num_without_room = len(sequences) - len(wanted)
+        reason = self._obstacle()
+        if reason is not None:
+            self._metrics.count_declined("no_room", num_without_room)
+            self._metrics.count_declined(reason, len(wanted))
+            return []
+        if not self.proposer.has_pass:
+            allowed = [(s, length) for s, length in wanted if self._is_trusted(s)]
+            self._metrics.count_declined("breaker", len(wanted) - len(allowed))
+            wanted = allowed
+        contexts = [_draft_context(s, length, joins_pass=self._may_join(s)) for s, length in wanted]
+        drafting = []
+        chosen = self._chosen(contexts, load) if contexts else []
+        for (sequence, _), context in zip(wanted, chosen, strict=True):
+            if context is None:
+                continue
+            if length := self._reserve(sequence, context.num_draft_tokens):
+                drafting.append((sequence, replace(context, num_draft_tokens=length)))
+            else:
+                num_without_room += 1
+        kept_out = [c for c, joining in zip(contexts, chosen, strict=True) if joining is None and not c.joins_pass]
+        self._metrics.count_declined("breaker", len(kept_out))
+        self._metrics.count_declined("no_room", num_without_room)
+        return drafting
+
+    def _obstacle(self) -> str | None:
+        """Return why nobody gets a draft now, if so."""
+        if not self.is_switched_on:
+            return "switched_off"
+        is_open = self.guard.is_blocked or not self.guard.allows(Part.DRAFTS, Part.PLAN, Part.VERIFICATION)
+        return "breaker" if is_open else None
+
+    def _draft_len(self, sequence: RequestSequence) -> int:
+        """Return how long a draft may be, as far as its own limits and the pages that are free allow."""
         # A round emits one token more than it verifies, so the last token left needs no draft.
         length = min(sequence.max_draft_tokens, sequence.output.num_tokens_left - 1)
-        if length <= 0:
-            return 0
+        num_pages = len(sequence.page_ids) + self._allocator.num_available
+        return max(0, min(length, num_pages * self._allocator.page_size - len(sequence.token_ids)))
+
+    def _reserve(self, sequence: RequestSequence, length: int) -> int:
+        """Own pages for the next draft and return how long it may be; drafts never cost anyone else a page."""
+        num_tokens = len(sequence.token_ids)
         if not sequence.grow_pages(num_tokens + length, self._allocator):
             length = len(sequence.page_ids) * self._allocator.page_size - num_tokens
         return max(length, 0)
 
-    def _may_join(self, sequence: RequestSequence) -> bool:
+    def _is_trusted(self, sequence: RequestSequence) -> bool:
         breaker = self._request_breakers.get(sequence.request_id)
-        return self.breaker.allows and sequence.shares_pages and (breaker is None or breaker.allows)
+        return breaker is None or breaker.allows
 
-    def _proposed(self, contexts: list[DraftContext], load: Load) -> list[Draft]:
-        """Return a checked draft for each context, NO_DRAFT where there is none or it is faulty."""
-        start = time.perf_counter()
-        answer = self._guarded(lambda: self._propose(contexts, load))
-        seconds = time.perf_counter() - start
-        if answer is None:
-            return [NO_DRAFT] * len(contexts)
-        joined, drafts = answer
-        self._count_planned_declines()
-        self.num_joined = sum(joined)
-        if len(drafts) != len(contexts):
-            self._failed(ValueError(f"{len(drafts)} drafts for {len(contexts)} requests"))
-            return [NO_DRAFT] * len(contexts)
-        checked = [self._checked(draft, context) for draft, context in zip(drafts, contexts, strict=True)]
-        has_drafts = any(draft.token_ids for draft in drafts)
-        if has_drafts and not any(draft.token_ids for draft in checked):
-            self._failed(ValueError("no draft of this round could be used"))
-        elif seconds > self._limit_s(SLOW_PASSES, SLOW_AT_LEAST_S):
-            self._failed(ComputeTimeout(seconds))
-        elif self.num_joined or not self.proposer.has_pass:
-            self._went_well()
-        return checked
+    def _may_join(self, sequence: RequestSequence) -> bool:
+        if not self.proposer.has_pass:
+            return True
+        return self.guard.allows(Part.PASS) and sequence.shares_pages and self._is_trusted(sequence)
 
-    def _propose(self, contexts: list[DraftContext], load: Load) -> tuple[list[bool], list[Draft]]:
-        """Decide who joins the pass, before anything is drawn, and draft. Returns both, for each context."""
+    def _chosen(self, contexts: list[DraftContext], load: Load) -> list[DraftContext | None]:
+        """Decide who joins the pass, before anything is drawn; None for those for whom nothing can be drafted."""
         joins = [context.joins_pass for context in contexts]
-        if self.planner is not None and self.proposer.has_pass and any(joins):
-            forecasts = [
-                forecast if may_join else replace(forecast, paid=())
-                for forecast, may_join in zip(self.proposer.forecast(contexts), joins, strict=True)
-            ]
-            joins = self.planner.choose([c.request_id for c in contexts], forecasts, load)
-            contexts = [replace(c, joins_pass=join) for c, join in zip(contexts, joins, strict=True)]
-        return joins, self.proposer.propose(contexts)
+        if not self.proposer.has_pass or (self.planner is None and any(joins)):
+            return list(contexts)
+        forecasts = self._computed(contexts, lambda: self._forecasts(contexts))
+        if forecasts is None:
+            return [None] * len(contexts)
+        if self.planner is not None and any(joins):
+            joins = self.guard.here(Part.PLAN, lambda: self._joins(contexts, forecasts, load)) or [False] * len(joins)
+            self._count_planned_declines()
+        return [
+            replace(context, joins_pass=join) if join or len(forecast.free) > 0 else None
+            for context, forecast, join in zip(contexts, forecasts, joins, strict=True)
+        ]
+
+    def _forecasts(self, contexts: Sequence[DraftContext]) -> list[Forecast]:
+        forecasts = _one_each(self.proposer.forecast(contexts), contexts)
+        return [  # made anew, so that what is no forecast fails here
+            Forecast(free=tuple(forecast.free), paid=tuple(forecast.paid) if context.joins_pass else ())
+            for context, forecast in zip(contexts, forecasts, strict=True)
+        ]
+
+    def _joins(self, contexts: Sequence[DraftContext], forecasts: list[Forecast], load: Load) -> list[bool]:
+        assert self.planner is not None
+        return _one_each(self.planner.choose([c.request_id for c in contexts], forecasts, load), contexts)
+
+    def _computed(self, contexts: Sequence[DraftContext], call: Callable[[], T]) -> T | None:
+        result = self.guard.computed(self._part(contexts), call)
+        if result is None and self.guard.is_blocked:
+            # The call goes on, perhaps, with lists that change: what it makes of these requests is worthless, and some
+            # will have ended when it is back.
+            for context in contexts:
+                self.guard.when_free(partial(self.proposer.release, context.request_id))
+        return result
+
+    def _part(self, contexts: Sequence[DraftContext]) -> Part:
+        has_pass = self.proposer.has_pass and any(context.joins_pass for context in contexts)
+        return Part.PASS if has_pass else Part.DRAFTS
+
+    def _proposed(self, contexts: list[DraftContext]) -> list[Draft]:
+        """Return a checked draft for each context, NO_DRAFT where there is none or it is faulty."""
+        part = self._part(contexts)
+        drafts = self._computed(contexts, lambda: _one_each(self.proposer.propose(contexts), contexts))
+        if drafts is None:
+            return [NO_DRAFT] * len(contexts)
+        self.num_joined = sum(context.joins_pass for context in contexts)
+        if self.num_joined and self.proposer.num_in_pass is not None:
+            self.num_joined = self.proposer.num_in_pass
+        checked = [self._checked(draft, context) for draft, context in zip(drafts, contexts, strict=True)]
+        if None in checked and not any(draft is not None and draft.token_ids for draft in checked):
+            self.guard.failed(part, ValueError("no draft of this round could be used"))
+        elif part is Part.PASS:
+            self.guard.went_well(Part.PASS, Part.DRAFTS)
+        else:
+            self.guard.went_well(Part.DRAFTS)
+        return [draft or NO_DRAFT for draft in checked]
+
+    def _checked(self, draft: Draft, context: DraftContext) -> Draft | None:
+        """Return the draft if verification may see it; else count it against its request alone."""
+        breaker = self._request_breakers.get(context.request_id)
+        try:
+            check_drafts([draft], [context], self._vocab_size)
+        except Exception as error:  # whatever a check of nonsense raises
+            if not self.guard.falls_back:
+                raise
+            self.guard.count_failure(error)
+            if context.joins_pass:
+                breaker = breaker or self._request_breakers.setdefault(context.request_id, self.guard.make_breaker())
+                breaker.failed()
+            return None
+        if breaker is not None and context.joins_pass and draft.token_ids:
+            breaker.succeeded()
+        return draft
+
+    def _planned_lengths(self, decoding: list[RequestSequence], load: Load) -> list[int]:
+        assert self.planner is not None
+        lengths = self.planner.lengths([s.request_id for s in decoding], [s.draft.confidences for s in decoding], load)
+        num_drafted = [len(s.draft.token_ids) for s in decoding]
+        are_prefixes = all(0 <= n <= k for n, k in zip(lengths, num_drafted, strict=True))
+        if not are_prefixes or sum(lengths) > load.room:
+            raise ValueError(f"planned to verify {lengths} of {num_drafted} drafted tokens, room for {load.room}")
+        return lengths
 
     def _count_planned_declines(self) -> None:
         if self.planner is not None:
@@ -242,79 +351,16 @@ class Drafting:
             self._metrics.num_probes.inc(self.planner.num_probes - self._probes_before)
             self._declined_before, self._probes_before = Counter(self.planner.num_declined), self.planner.num_probes
 
-    def _checked(self, draft: Draft, context: DraftContext) -> Draft:
-        """Return the draft if verification may see it; else count it against its request alone."""
-        try:
-            check_drafts([draft], [context], self._vocab_size)
-        except ValueError as error:
-            if not self._falls_back:
-                raise
-            self._count_failure(error)
-            self._request_breakers.setdefault(context.request_id, Breaker()).failed()
-            return NO_DRAFT
-        if draft.token_ids and context.request_id in self._request_breakers:
-            self._request_breakers[context.request_id].succeeded()
-        return draft
+    def _show_state(self) -> None:
+        if self.state != self._shown_state:
+            self._shown_state = self.state
+            self._metrics.show_speculation_state(self.state)
 
-    # -- faults --------------------------------------------------------------------------------------------------
 
-    def _guarded(self, call: Callable[[], T]) -> T | None:
-        """Return what `call` returns in the compute thread, or None if it failed or did not come back."""
-        if not self._falls_back:
-            return self._compute.run(call)
-        try:
-            return self._compute.run(call, timeout_s=self._limit_s(HANGING_PASSES, HANGING_AT_LEAST_S))
-        except ComputeTimeout as error:
-            self._failed(error)
-        except Exception as error:  # a drafter must never cost a request its answer
-            self._failed(error)
-        return None
-
-    def _succeeds(self, call: Callable[[], None]) -> bool:
-        """Run a call that returns nothing; False if it failed."""
-
-        def call_and_tell() -> bool:
-            call()
-            return True
-
-        return self._guarded(call_and_tell) is not None
-
-    def _caught(self, call: Callable[[], None]) -> None:
-        """Make a call that computes nothing, in this thread: there is one for each request and round."""
-        try:
-            call()
-        except Exception as error:
-            if not self._falls_back:
-                raise
-            self._failed(error)
-
-    def _limit_s(self, num_passes: float, at_least_s: float) -> float:
-        return max(at_least_s, num_passes * self._target_s)
-
-    def _failed(self, error: Exception) -> None:
-        self._count_failure(error)
-        left_behind = error.call if isinstance(error, ComputeTimeout) else None
-        if self.breaker.failed(left_behind):
-            self._metrics.count_breaker("open")
-            logger.warning("drafting by %s is switched off for a while: %s", self.proposer.name, error)
-        self._metrics.show_speculation_state(self.state)
-
-    def _went_well(self) -> None:
-        if self.breaker.succeeded():
-            self._metrics.count_breaker("closed")
-            logger.warning("drafting by %s works again", self.proposer.name)
-        self._metrics.show_speculation_state(self.state)
-
-    def _count_failure(self, error: Exception) -> None:
-        self._num_failures += 1
-        self._metrics.num_drafter_failures.inc()
-        if self._num_failures in (1, 10, 100) or self._num_failures % 1000 == 0:  # not at every step
-            logger.error(
-                "the %s drafter failed (%d times so far); rounds go on without drafts",
-                self.proposer.name,
-                self._num_failures,
-                exc_info=error,
-            )
+def _one_each(values: Sequence[T], contexts: Sequence[DraftContext]) -> list[T]:
+    if len(values) != len(contexts):
+        raise ValueError(f"{len(values)} answers for {len(contexts)} requests")
+    return list(values)
 
 
 def num_draft_tokens(speculation: SpeculationConfig, proposer: Proposer) -> int:

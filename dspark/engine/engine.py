@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from dspark.batch import BatchRow
 from dspark.config import EngineConfig
 from dspark.engine.compute_thread import ComputeThread
 from dspark.engine.drafting import Drafting
+from dspark.engine.guard import FaultLimits, Part
 from dspark.engine.output import OutputProcessor
 from dspark.engine.pace import StepSize
 from dspark.engine.page_allocator import PageAllocator
@@ -53,6 +55,7 @@ class Engine:
         planner: Planner | None = None,
         compute: ComputeThread | None = None,
         model_name: str | None = None,
+        fault_limits: FaultLimits | None = None,
     ) -> None:
         self.model_name = model_name or config.model
         self.tokenizer = tokenizer
@@ -74,6 +77,7 @@ class Engine:
                 vocab_size=vocab_size,
                 speculation=config.speculation,
                 metrics=self.metrics,
+                limits=fault_limits,
             )
         self.scheduler = self._make_scheduler(config)
         self._config = config
@@ -125,6 +129,13 @@ class Engine:
         """Draft again, or decode plainly until told otherwise; what is decoded is the same."""
         if self.drafting is not None:
             self.drafting.switch(is_on)
+
+    def reset_learned(self) -> None:
+        """Forget what was learned online: corrections of confidences, drift of the measured times."""
+        if self.drafting is not None:
+            self.drafting.reset_learned()
+        elif self.planner is not None and self.planner.times is not None:
+            self.planner.times.reset_drift()
 
     @property
     def wait_s(self) -> float:
@@ -192,16 +203,22 @@ class Engine:
 
     def _verified(self, rows: list[ScheduledRow]) -> tuple[list[ScheduledRow], list[VerificationResult]]:
         """Run the target and judge the drafts; if that fails with drafts, once more without. Returns the rows run."""
-        try:
+        if self.drafting is None or not any(row.draft.token_ids for row in rows):
             return rows, self.compute.run(lambda: self._forward(rows))
-        except Exception:
-            has_drafts = any(row.draft.token_ids for row in rows)
-            if self._config.speculation.fallback_strategy == "off" or not has_drafts:
+        try:
+            results = self.compute.run(lambda: self._forward(rows))
+        except Exception as error:
+            if self._config.speculation.fallback_strategy == "off":
                 raise
             logger.exception("a step that verified drafts failed; it is run again without them")
             self.metrics.num_plain_retries.inc()
+            self._phase_s["forward"] = self._phase_s["verify"] = 0.0  # times are learned from the pass that worked
             plain = [replace(row, draft=NO_DRAFT) for row in rows]
-            return plain, self.compute.run(lambda: self._forward(plain))
+            results = self.compute.run(lambda: self._forward(plain))
+            self.drafting.take_verification(error)  # not before: a target that fails plainly, too, is another matter
+            return plain, results
+        self.drafting.take_verification(None)
+        return rows, results
 
     def _forward(self, rows: list[ScheduledRow]) -> list[VerificationResult]:
         with self._timed("forward"):
@@ -262,7 +279,8 @@ class Engine:
         target_s, step_s = phases["forward"] + phases["features"], sum(phases.values())
         if num_emitted and self.planner.predicted_step_s > 0.0:
             self.metrics.observe_prediction(self.planner.predicted_step_s, step_s)
-        self.planner.observe_step(
+        observe = partial(
+            self.planner.observe_step,
             num_tokens=size.num_tokens,
             context_len=size.context_len,
             target_s=target_s,
@@ -270,6 +288,10 @@ class Engine:
             num_drafted_for=0 if self.drafting is None else self.drafting.num_joined,
             overhead_s=step_s - target_s - phases["draft"],
         )
+        if self.drafting is None:
+            observe()
+        else:
+            self.drafting.guard.here(Part.PLAN, observe)
 
     # -- ends ----------------------------------------------------------------------------------------------
 

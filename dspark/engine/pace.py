@@ -10,10 +10,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-# A step with prefill takes at most so many times as long as the same step without it. Below 2 a machine whose steps
-# cost the same however few tokens they hold would leave most of what such a step can carry unused; above it a reader
-# sees the text stop whenever somebody else's prompt arrives.
-MAX_SLOWDOWN = 2.0
+# A step with prefill takes at most so many times as long as the same step without it. Small chunks are dear: at 2 a
+# batch of 16 short answers took a fifth longer on two cores, for most prompts were read in chunks of 20 tokens.
+# Far above 4 a reader sees the text stop whenever somebody else's prompt arrives.
+MAX_SLOWDOWN = 4.0
 # Prefill goes on with at least so many tokens a step whatever the pace: one tile of a matrix product, and no prompt
 # starves where even a small chunk is slow.
 MIN_PREFILL_TOKENS = 16

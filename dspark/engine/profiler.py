@@ -88,7 +88,7 @@ def measure_times(
     profiler = _Profiler(runner, proposer, limits, budget_s=budget_s, clock=clock, progress=progress)
     samples = profiler.measure((TARGET, DRAFT, LONG))
     target = TimeCurve.from_samples(samples[TARGET])
-    long_target = _long_curve(target, samples[LONG]) if len(samples[LONG]) > 1 else None
+    long_target = _long_curve(target, samples[LONG], limits.num_rows) if len(samples[LONG]) > 1 else None
     context_len, long_context_len = profiler.context_lens
     return MeasuredTimes(
         target=target,
@@ -323,12 +323,13 @@ def _level(size: int) -> int:
     return 0 if size in COARSE_SIZES else 1 if size in MIDDLE_SIZES else 2
 
 
-def _long_curve(target: TimeCurve, samples: Mapping[int, Sequence[float]]) -> TimeCurve:
-    """Return the curve of the longer context at all sizes of `target`, from what it adds at the sizes measured."""
+def _long_curve(target: TimeCurve, samples: Mapping[int, Sequence[float]], num_rows: Callable[[int], int]) -> TimeCurve:
+    """Return the curve of the longer context at all sizes of `target`, from what it adds for so many rows."""
     measured = TimeCurve.from_samples(samples)
-    at = np.array(measured.sizes)
-    added = np.maximum(0.0, np.array(measured.seconds) - np.interp(at, target.sizes, target.seconds))
-    slope = max(0.0, (added[-1] - added[-2]) / (at[-1] - at[-2]))
-    sizes = np.array(target.sizes)
-    seconds = target.seconds + np.interp(sizes, at, added) + slope * np.maximum(0, sizes - at[-1])
-    return TimeCurve(target.sizes, tuple(map(float, seconds)))
+    added = np.maximum(0.0, np.array(measured.seconds) - np.interp(measured.sizes, target.sizes, target.seconds))
+    by_rows: dict[int, list[float]] = {}
+    for size, seconds in zip(measured.sizes, added, strict=True):
+        by_rows.setdefault(num_rows(size), []).append(float(seconds))
+    rows = [num_rows(size) for size in target.sizes]
+    long_s = target.seconds + np.interp(rows, sorted(by_rows), [np.mean(by_rows[n]) for n in sorted(by_rows)])
+    return TimeCurve(target.sizes, tuple(map(float, long_s)))

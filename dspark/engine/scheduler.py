@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 
 from dspark.config import BatchingConfig
 from dspark.engine.pace import Pace, StepSeconds, StepSize
@@ -162,7 +162,6 @@ class Scheduler:
         return Load(
             num_decoding=len(decoding),
             num_prefill_tokens=num_prefill_tokens,
-            num_prefill_ending=sum(end <= num_prefill_tokens for end in accumulate(num for _, num in spans)),
             max_tokens=max_tokens,
             context_len=anchors.plus(spans, num_prefill_tokens).context_len,
         )

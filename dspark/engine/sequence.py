@@ -105,6 +105,7 @@ class Sequence:
         allocator.release(self.page_ids)
         self.page_ids, self.page_serials = [], []
         self.num_computed = self.num_registered_pages = 0
+        self.shares_pages = True  # whatever was missing is computed anew
         self.draft = NO_DRAFT
 
     def make_output(self) -> RequestOutput:

@@ -5,19 +5,16 @@ Plain decoding is always measured beside the drafters, so that every figure has 
 
 from __future__ import annotations
 
-import json
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import dspark
 from dspark.batch import BatchRow
@@ -27,11 +24,13 @@ from dspark.engine.capacity_cache import cpu_name
 from dspark.engine.engine import Engine
 from dspark.engine.runner import Runner
 from dspark.errors import ConfigError
+from dspark.evaluation.bench_report import Pair, summary
+from dspark.evaluation.bench_variant import PLAIN, Variant
+from dspark.evaluation.closed_loop import PassResult, closed_loop_pass
 from dspark.evaluation.prompts import PromptRecord
 from dspark.evaluation.transformers_baseline import TransformersBaseline
-from dspark.request import Request, SamplingParams, SpeculationStats
+from dspark.request import SamplingParams
 
-PLAIN = "none"
 TRANSFORMERS = "transformers"  # `transformers.generate`, one stream at a time, as a baseline
 CEILING_CONTEXT_LEN = 64  # tokens of context in the forward pass timed as ceiling
 
@@ -40,10 +39,13 @@ CEILING_CONTEXT_LEN = 64  # tokens of context in the forward pass timed as ceili
 class BenchConfig:
     """What to measure."""
 
-    drafters: tuple[str, ...] = ("none", "ngram")
+    drafters: tuple[str, ...] = ("none", "auto")  # names of variants, see `Variant.parse`
     concurrency: tuple[int, ...] = (1, 4, 16)
+    # A pass answers so many prompts: one number for all concurrencies (where one is higher, as many as that), or one
+    # for each; None: all there are.
+    num_prompts: tuple[int, ...] | None = None
     max_tokens: int = 64
-    temperature: float = 0.0
+    temperatures: tuple[float, ...] = (0.0,)
     repeats: int = 3
     seed: int | None = None  # request i gets seed + i; with it sampled text can be compared with the plain run's
     compare_transformers: bool = False
@@ -52,6 +54,20 @@ class BenchConfig:
     def sizes(self) -> tuple[int, ...]:
         """The concurrencies to run; the transformers baseline needs plain decoding at 1 beside it."""
         return tuple(dict.fromkeys((*self.concurrency, *((1,) if self.compare_transformers else ()))))
+
+    def prompts_at(self, concurrency: int, num_prompts: int) -> int:
+        """Return how many of so many prompts a pass at a concurrency answers."""
+        if self.num_prompts is None:
+            return num_prompts
+        wanted = self.num_prompts[0]
+        if len(self.num_prompts) > 1 and concurrency in self.concurrency:
+            wanted = self.num_prompts[self.concurrency.index(concurrency)]
+        return max(wanted, concurrency)
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What to compare, plain decoding among it."""
+        return tuple(Variant.parse(name) for name in dict.fromkeys((PLAIN, *self.drafters)))
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "repeats"):
@@ -62,22 +78,30 @@ class BenchConfig:
                 f"drafters ({self.drafters}) and concurrency ({self.concurrency}) need at least one entry, "
                 "and every concurrency must be at least 1"
             )
+        numbers = self.num_prompts
+        if numbers is not None and (len(numbers) not in (1, len(self.concurrency)) or min(numbers) < 1):
+            raise ConfigError(
+                f"num_prompts ({numbers}) must be one number, or one for each concurrency ({self.concurrency}), and at "
+                "least 1"
+            )
+        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
+            raise ConfigError(f"temperatures ({self.temperatures}) must be one or more different numbers")
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # raises `RequestError` naming it
+        for name in self.drafters:
+            Variant.parse(name)  # raises `ConfigError`
 
 
-@dataclass(kw_only=True)
-class PassResult:
-    """One pass over all prompts with one drafter at one concurrency."""
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Where variants are compared with each other."""
 
-    wall_s: float
-    token_ids: list[list[int]]  # per prompt
-    ttft_s: list[float]
-    tpot_s: list[float]  # of prompts with two tokens or more
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    phase_s: dict[str, float] = field(default_factory=dict)
+    concurrency: int
+    temperature: float
 
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(map(len, self.token_ids)) / self.wall_s
+
+Passes = dict[str, Callable[[int], PassResult]]  # by name of the variant; over so many prompts
+WARM_UP_SHARE = 4  # of the prompts, one in so many is answered before anything counts
 
 
 def run_bench(
@@ -86,46 +110,104 @@ def run_bench(
     prompts: Sequence[PromptRecord],
     *,
     progress: Callable[[str], None] = lambda _: None,
-) -> dict:
-    """Measure and return `{"machine", "settings", "ceiling", "runs"}`; `progress` gets a line per pass."""
-    if max(bench.concurrency) > len(prompts):
-        raise ConfigError(
-            f"concurrency ({max(bench.concurrency)}) exceeds the number of prompts ({len(prompts)}); lower it or give "
-            "more prompts"
-        )
+) -> dict[str, Any]:
+    """Measure and return `{"kind", "machine", "settings", "ceiling", "runs"}`; `progress` gets a line per pass."""
+    num_prompts = {size: max(size, bench.prompts_at(size, len(prompts))) for size in bench.sizes}
+    for size, wanted in num_prompts.items():
+        if wanted > len(prompts):
+            raise ConfigError(
+                f"{wanted} prompts at a concurrency of {size} are more than there are ({len(prompts)}); lower "
+                "--num-prompts or --concurrency, or give more prompts"
+            )
+    model, config, engines = load_variants(engine_config, bench.variants, max(bench.concurrency))
+    prompt_ids = [prompt.token_ids(model.tokenizer) for prompt in prompts]
+    cells = {
+        cell: _passes(engines, bench, cell, prompt_ids)
+        for cell in (Cell(concurrency=c, temperature=t) for c in bench.sizes for t in bench.temperatures)
+    }
+    if bench.compare_transformers:
+        _add_transformers(cells, model, bench, prompt_ids)
+    for cell, passes in cells.items():
+        if cell.temperature == bench.temperatures[0]:
+            for name in passes:
+                progress(f"warm-up: {name} at {cell.concurrency}")
+                passes[name](max(cell.concurrency, num_prompts[cell.concurrency] // WARM_UP_SHARE))
+    # All in one thread: a second one that computes would slow down both.
+    ceiling = model.compute.run(lambda: measure_ceiling(model, config, bench.sizes))
+    pairs: dict[tuple[Cell, str], list[Pair]] = {(cell, name): [] for cell, passes in cells.items() for name in passes}
+    for repeat in range(bench.repeats):
+        for cell, passes in cells.items():
+            for names in turns(list(passes), is_reversed=repeat % 2 == 1):
+                results = {}
+                for name in names:
+                    results[name] = passes[name](num_prompts[cell.concurrency])
+                    progress(
+                        f"repeat {repeat + 1}/{bench.repeats}: {name} at {cell.concurrency}, T={cell.temperature:g}: "
+                        f"{results[name].tokens_per_s:.1f} tokens/s"
+                    )
+                for name, result in results.items():
+                    pairs[cell, name].append((result, results[PLAIN]))
+    return {
+        "kind": "bench",
+        "machine": machine_description(),
+        "settings": _settings(bench, config, max(num_prompts.values())),
+        "ceiling": ceiling,
+        "runs": [{"drafter": name, **asdict(cell), **summary(measured)} for (cell, name), measured in pairs.items()],
+    }
+
+
+def turns(names: Sequence[str], *, is_reversed: bool) -> Iterator[list[str]]:
+    """Yield the passes of one repeat in groups of a plain one and those before and after it.
+
+    So each has plain decoding right next to it, and what drifts slowly on the machine hits both alike. `is_reversed`
+    turns each group round: what was measured before plain decoding is measured after it the next time.
+    """
+    others = [name for name in names if name != PLAIN]
+    for start in range(0, max(1, len(others)), 2):
+        group = [*others[start : start + 1], PLAIN, *others[start + 1 : start + 2]]
+        yield group[::-1] if is_reversed else group
+
+
+def load_variants(
+    engine_config: EngineConfig, variants: Sequence[Variant], concurrency: int
+) -> tuple[LoadedModel, EngineConfig, dict[str, Engine]]:
+    """Return the model, the settings with room for so many requests, and an engine for each variant by its name."""
     config = replace(
         engine_config,
-        batching=_roomy_batching(engine_config, max(bench.concurrency)),
+        batching=_roomy_batching(engine_config, concurrency),
         # Every pass sees the same prompts: cached ones would skip the prefill that a first visitor pays.
         cache=replace(engine_config.cache, prefix_caching=False),
     )
     model = load_model(config.model, config)
-    engines = {name: _engine_for(model, config, name) for name in dict.fromkeys((PLAIN, *bench.drafters))}
-    prompt_ids = [prompt.token_ids(model.tokenizer) for prompt in prompts]
-    requests = [_sampling(bench, index) for index in range(len(prompts))]
-    passes: dict[tuple[str, int], Callable[[], PassResult]] = {
-        (name, size): _closed_loop_pass(engine, prompt_ids, requests, size)
-        for size in bench.sizes
-        for name, engine in engines.items()
-    }
-    if bench.compare_transformers:
-        baseline = TransformersBaseline(model)
-        passes[TRANSFORMERS, 1] = lambda: PassResult(**baseline.run(prompt_ids, bench.max_tokens, bench.temperature))
-    for name, one_pass in passes.items():
-        progress(f"warm-up: {name[0]} at {name[1]}")
-        one_pass()
-    ceiling = measure_ceiling(model, config, bench.sizes)
-    results: dict[tuple[str, int], list[PassResult]] = {key: [] for key in passes}
-    for repeat in range(bench.repeats):
-        for key, one_pass in passes.items():
-            result = one_pass()
-            results[key].append(result)
-            progress(f"repeat {repeat + 1}/{bench.repeats}: {key[0]} at {key[1]}: {result.tokens_per_s:.1f} tokens/s")
-    return {
-        "machine": machine_description(),
-        "settings": {"num_prompts": len(prompts), **asdict(bench), "engine": asdict(config)},
-        "ceiling": ceiling,
-        "runs": [_summary(key, results) for key in results if key[0] in (*bench.drafters, PLAIN, TRANSFORMERS)],
+    return model, config, {variant.name: build_engine(model, variant.config(config)) for variant in variants}
+
+
+def _passes(engines: dict[str, Engine], bench: BenchConfig, cell: Cell, prompt_ids: list[list[int]]) -> Passes:
+    sampling = [_sampling(bench, cell.temperature, index) for index in range(len(prompt_ids))]
+    return {name: closed_loop_pass(engine, prompt_ids, sampling, cell.concurrency) for name, engine in engines.items()}
+
+
+def _add_transformers(
+    cells: dict[Cell, Passes], model: LoadedModel, bench: BenchConfig, prompt_ids: list[list[int]]
+) -> None:
+    baseline = model.compute.run(lambda: TransformersBaseline(model))
+
+    def make_pass(temperature: float) -> Callable[[int], PassResult]:
+        return lambda num_prompts: PassResult(
+            **model.compute.run(lambda: baseline.run(prompt_ids[:num_prompts], bench.max_tokens, temperature))
+        )
+
+    for cell, passes in cells.items():
+        if cell.concurrency == 1:
+            passes[TRANSFORMERS] = make_pass(cell.temperature)
+
+
+def _settings(bench: BenchConfig, config: EngineConfig, num_prompts: int) -> dict[str, Any]:
+    return asdict(bench) | {
+        "num_prompts": num_prompts,  # of the largest pass; each run says what its passes answered
+        "temperature": bench.temperatures[0] if len(bench.temperatures) == 1 else None,
+        "ceiling_context_len": CEILING_CONTEXT_LEN,
+        "engine": asdict(config),
     }
 
 
@@ -177,136 +259,9 @@ def _roomy_batching(config: EngineConfig, concurrency: int) -> BatchingConfig:
     )
 
 
-def _engine_for(model: LoadedModel, config: EngineConfig, drafter: str) -> Engine:
-    return build_engine(model, replace(config, drafter=drafter))
-
-
-def _sampling(bench: BenchConfig, index: int) -> SamplingParams:
+def _sampling(bench: BenchConfig, temperature: float, index: int) -> SamplingParams:
     seed = None if bench.seed is None else bench.seed + index
-    return SamplingParams(temperature=bench.temperature, max_tokens=bench.max_tokens, seed=seed)
-
-
-def _closed_loop_pass(
-    engine: Engine, prompt_ids: list[list[int]], sampling: list[SamplingParams], concurrency: int
-) -> Callable[[], PassResult]:
-    """Return a function that serves all prompts, `concurrency` at a time, the next starting when one ends."""
-
-    def one_pass() -> PassResult:
-        waiting = [
-            Request(request_id=str(i), prompt_token_ids=ids, sampling=params)
-            for i, (ids, params) in enumerate(zip(prompt_ids, sampling, strict=True))
-        ][::-1]
-        tokens: list[list[int]] = [[] for _ in prompt_ids]
-        started, first, last = ([0.0] * len(prompt_ids) for _ in range(3))
-        stats = SpeculationStats()
-        phases_before = engine.metrics.phase_seconds()
-        start = time.perf_counter()
-        num_open = 0
-        while waiting or num_open:
-            while waiting and num_open < concurrency:
-                request = waiting.pop()
-                started[int(request.request_id)] = time.perf_counter()
-                engine.add_request(request)
-                num_open += 1
-            for output in engine.step():
-                index, now = int(output.request_id), time.perf_counter()
-                first[index] = first[index] or now
-                last[index] = now
-                tokens[index] += output.token_ids
-                if output.finish_reason is not None:
-                    num_open -= 1
-                    stats = stats.plus(output.speculation)
-        wall_s = time.perf_counter() - start
-        phases = engine.metrics.phase_seconds()
-        return PassResult(
-            wall_s=wall_s,
-            token_ids=tokens,
-            ttft_s=[f - s for f, s in zip(first, started, strict=True)],
-            tpot_s=[(e - f) / (len(t) - 1) for e, f, t in zip(last, first, tokens, strict=True) if len(t) > 1],
-            speculation=stats,
-            phase_s={phase: phases[phase] - phases_before[phase] for phase in phases},
-        )
-
-    return one_pass
-
-
-def _summary(key: tuple[str, int], results: dict[tuple[str, int], list[PassResult]]) -> dict:
-    """Reduce the repeats of one drafter and concurrency to medians, with the spread of the throughput."""
-    drafter, concurrency = key
-    passes, plain = results[key], results[PLAIN, concurrency]
-    rates = [p.tokens_per_s for p in passes]
-    ratios = [p.tokens_per_s / q.tokens_per_s for p, q in zip(passes, plain, strict=True)]
-    stats = reduce(SpeculationStats.plus, (p.speculation for p in passes))
-    phase_s = {phase: sum(p.phase_s[phase] for p in passes) for phase in passes[0].phase_s}
-    total_s = sum(phase_s.values())
-    return {
-        "drafter": drafter,
-        "concurrency": concurrency,
-        "output_tokens_per_s": round(statistics.median(rates), 2),
-        "output_tokens_per_s_min": round(min(rates), 2),
-        "output_tokens_per_s_max": round(max(rates), 2),
-        "ratio_to_plain": round(statistics.median(ratios), 3),
-        "ratio_to_plain_min": round(min(ratios), 3),
-        "ratio_to_plain_max": round(max(ratios), 3),
-        "tpot_ms_p50": round(1e3 * statistics.median([t for p in passes for t in p.tpot_s] or [0.0]), 2),
-        "ttft_ms_p50": round(1e3 * statistics.median([t for p in passes for t in p.ttft_s]), 2),
-        "accepted_length": round(stats.accepted_length, 3) if stats.num_rounds else None,
-        "acceptance_rate": round(stats.acceptance_rate, 3) if stats.num_verified else None,
-        "identical_to_plain": round(
-            statistics.fmean(
-                a == b
-                for p, q in zip(passes, plain, strict=True)
-                for a, b in zip(p.token_ids, q.token_ids, strict=True)
-            ),
-            4,
-        ),
-        "phase_share": {phase: round(s / total_s, 4) for phase, s in phase_s.items()} if total_s else {},
-    }
-
-
-def print_report(report: dict, console: Console) -> None:
-    """Print the ceiling, a table and, last, the report as one JSON line."""
-    console.print(f"{report['machine']['cpu']}, {report['machine']['torch_threads']} threads")
-    ceiling = ", ".join(f"{rate:g} at {size}" for size, rate in report["ceiling"].items())
-    console.print(
-        f"Ceiling of plain decoding (target forward alone at {CEILING_CONTEXT_LEN} tokens, tokens/s): {ceiling}"
-    )
-    table = Table(
-        "drafter",
-        "concurrency",
-        "tokens/s",
-        "min..max",
-        "x plain",
-        "min..max",
-        "TPOT ms",
-        "TTFT ms",
-        "accepted length",
-        "acceptance",
-        "identical",
-        "outside forward",
-    )
-    for run in report["runs"]:
-        outside = f"{1 - run['phase_share']['forward']:.1%}" if run["phase_share"] else "-"
-        table.add_row(
-            run["drafter"],
-            str(run["concurrency"]),
-            f"{run['output_tokens_per_s']:.1f}",
-            f"{run['output_tokens_per_s_min']:.1f}..{run['output_tokens_per_s_max']:.1f}",
-            f"{run['ratio_to_plain']:.2f}",
-            f"{run['ratio_to_plain_min']:.2f}..{run['ratio_to_plain_max']:.2f}",
-            f"{run['tpot_ms_p50']:.1f}",
-            f"{run['ttft_ms_p50']:.0f}",
-            _or_dash(run["accepted_length"]),
-            _or_dash(run["acceptance_rate"]),
-            f"{run['identical_to_plain']:.2f}",
-            outside,
-        )
-    console.print(table)
-    print(json.dumps(report))
-
-
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return SamplingParams(temperature=temperature, max_tokens=bench.max_tokens, seed=seed)
 
 
 def _git_sha() -> str | None:

@@ -1,6 +1,7 @@
 """Plots of evaluation results, served or simulated: accepted length by task, acceptance by position, reliability.
 
 A result is the JSON line that `dspark evaluate` ends with. Also plots of a calibration: reliability by position.
+Those of benchmarks are in `scheduling_plots.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from dspark.speculation.calibration import Calibration, ReliabilityBin
 
 SUFFIXES = (".svg", ".png")
 # Okabe and Ito's colours, which people with any colour vision tell apart; markers say the same once more.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _HATCHES = ("", "///", "...", "xxx")  # by temperature
-_LINES = ("-", "--", ":", "-.")
-_STYLE: Any = {
+LINES = ("-", "--", ":", "-.")
+STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
     "axes.spines.top": False,
@@ -61,16 +62,24 @@ def check_plot_path(path: Path) -> None:
         raise ConfigError(f"the folder of {path} does not exist; make it or name another file")
 
 
-def load_result(path: Path) -> dict[str, Any]:
-    """Read a saved result: the last line of what `dspark evaluate` printed. Raises `DsparkError` naming the file."""
+def load_result(path: Path) -> tuple[str, dict[str, Any]]:
+    """Read a saved result: the last line of what `dspark evaluate` or `dspark bench` printed.
+
+    Returns what it is ("evaluation", "bench" or "jump") with it. Raises `DsparkError` naming the file.
+    """
     try:
         lines = path.read_text(encoding="utf-8").strip().splitlines()
         result = json.loads(lines[-1]) if lines else None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DsparkError(f"cannot read a result from {path}: {error}; save what dspark evaluate prints") from error
-    if not isinstance(result, dict) or not {"drafter", "temperatures"} <= result.keys():
-        raise DsparkError(f"{path} does not end with a result of dspark evaluate; save what it prints")
-    return result
+        raise DsparkError(
+            f"cannot read a result from {path}: {error}; save what dspark evaluate or dspark bench prints"
+        ) from error
+    if isinstance(result, dict):
+        if {"drafter", "temperatures"} <= result.keys():
+            return "evaluation", result
+        if result.get("kind") in ("bench", "jump") and "runs" in result:
+            return result["kind"], result
+    raise DsparkError(f"{path} does not end with a result of dspark evaluate or dspark bench; save what it prints")
 
 
 def plot_results(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
@@ -80,14 +89,14 @@ def plot_results(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     if not series:
         raise DsparkError(f"{', '.join(results)} hold no rounds to plot; evaluate texts of temperature 0 or 1")
     bins = {name: result["reliability"] for name, result in results.items() if result.get("reliability")}
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(11.5 if bins else 8.5, 3.6), layout="constrained")
         axes = figure.subplots(1, 3 if bins else 2, width_ratios=(1.5, 1.2, 1) if bins else (1.4, 1)).tolist()
         _draw_lengths(axes[0], series)
         _draw_acceptance(axes[1], series)
         if bins:
             _draw_reliability(axes[2], bins)
-        _save(figure, path)
+        save_figure(figure, path)
 
 
 def plot_calibration(calibration: Calibration, path: Path) -> None:
@@ -96,7 +105,7 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
     num_positions = len(calibration.temperatures)
     num_columns = min(num_positions, 4)
     num_rows = -(-num_positions // num_columns)
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(2.9 * num_columns + 0.6, 2.8 * num_rows + 0.5), layout="constrained")
         axes = figure.subplots(num_rows, num_columns, squeeze=False, sharex=True, sharey=True).flatten().tolist()
         for spare in axes[num_positions:]:
@@ -114,14 +123,15 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
             if k % num_columns == 0:
                 axes[k].set_ylabel("survived")
         axes[0].legend(frameon=False, fontsize=8, loc="upper left")
-        _save(figure, path)
+        save_figure(figure, path)
 
 
 def _points(bins: Sequence[ReliabilityBin]) -> list[dict[str, Any]]:
     return [asdict(one) for one in bins]
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a plot that is the same whenever the figures are. Raises `DsparkError` when that fails."""
     try:
         # Neither the day nor the program's version, so that a redrawn plot differs only where its figures do.
         figure.savefig(path, dpi=150, metadata={"Date": None, "Creator": None} if path.suffix == ".svg" else None)
@@ -172,7 +182,7 @@ def _draw_lengths(axes: Axes, series: Sequence[_Series]) -> None:
             [p + (index - (len(series) - 1) / 2) * width for p in places],
             heights,
             width * 0.92,
-            color=_COLOURS[one.number % len(_COLOURS)],
+            color=COLOURS[one.number % len(COLOURS)],
             hatch=_HATCHES[one.style % len(_HATCHES)],
             edgecolor="white",
             linewidth=0,
@@ -204,9 +214,9 @@ def _draw_acceptance(axes: Axes, series: Sequence[_Series]) -> None:
         axes.plot(
             [k + 1 for k in places],
             [rates[k] for k in places],
-            color=_COLOURS[number % len(_COLOURS)],
-            linestyle=_LINES[style % len(_LINES)],
-            marker=_MARKERS[number % len(_MARKERS)],
+            color=COLOURS[number % len(COLOURS)],
+            linestyle=LINES[style % len(LINES)],
+            marker=MARKERS[number % len(MARKERS)],
             markersize=4,
             label=label,
         )
@@ -233,7 +243,7 @@ def _draw_reliability(axes: Axes, bins: Mapping[str, Sequence[Mapping[str, float
 def _draw_points(axes: Axes, label: str, number: int, points: Sequence[Mapping[str, float]]) -> None:
     """Draw one line of reliability, a point for each bin."""
     total = sum(point["num_slots"] for point in points)
-    colour = _COLOURS[number % len(_COLOURS)]
+    colour = COLOURS[number % len(COLOURS)]
     confidences, rates = ([point[key] for point in points] for key in ("confidence", "acceptance"))
     axes.plot(confidences, rates, color=colour, linewidth=1, label=label)
     axes.scatter(
@@ -241,7 +251,7 @@ def _draw_points(axes: Axes, label: str, number: int, points: Sequence[Mapping[s
         rates,
         s=[8 + 120 * point["num_slots"] / total for point in points],
         color=colour,
-        marker=_MARKERS[number % len(_MARKERS)],
+        marker=MARKERS[number % len(MARKERS)],
         alpha=0.7,
     )
 

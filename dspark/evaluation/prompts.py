@@ -1,4 +1,4 @@
-"""Prompt files: JSON lines with `prompt`, `turns`, `messages` or `prompt_ids`, and two built-in sets.
+"""Prompt files: JSON lines with `prompt`, `turns`, `messages` or `prompt_ids`, and three built-in sets.
 
 Records of training data are prompts too: their answers are left aside.
 """
@@ -14,7 +14,8 @@ from typing import Any
 from dspark.errors import DsparkError
 from dspark.models.tokenizer import Tokenizer
 
-BUILT_IN = ("mixed", "repetitive")  # ordinary chat, code and maths; text that repeats, edits or extracts
+# Ordinary chat, code and maths; text that repeats, edits or extracts; random-looking text that no drafter foresees.
+BUILT_IN = ("mixed", "repetitive", "hostile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def load_prompts(source: Path | str) -> list[PromptRecord]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DsparkError(
-            f"cannot read the prompt file {source}: {error}; give a file of JSON lines, or {' or '.join(BUILT_IN)}"
+            f"cannot read the prompt file {source}: {error}; give a file of JSON lines, or one of {', '.join(BUILT_IN)}"
         ) from error
     records = [_parse(line, f"{source}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not records:

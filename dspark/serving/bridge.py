@@ -131,6 +131,10 @@ class EngineBridge:
         self.wants_speculation = is_on
         self._commands.put(lambda: self.engine.switch_speculation(is_on))
 
+    def reset_learned(self) -> None:
+        """Let the engine forget what it learned online, before its next step."""
+        self._commands.put(self.engine.reset_learned)
+
     async def shutdown(self, timeout_s: float) -> None:
         """Take no more requests, let the running ones end for `timeout_s` seconds, abort the rest, stop the thread.
 

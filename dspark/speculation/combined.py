@@ -116,11 +116,13 @@ class CombinedProposer(Proposer):
 
     def _choose_drafter(self, contexts: Sequence[DraftContext], repeated: Sequence[Draft]) -> dict[int, Draft]:
         """Return the drafter's drafts of the contexts where it promises more than the repetition found there."""
+        self.num_in_pass = 0
         bounds = [sum(survivals_of(draft.confidences or ())) for draft in repeated]
         # c_1 is 1 at most: where even that would not do (periodic text), the drafter's pass is saved.
         candidates = [i for i, c in enumerate(contexts) if c.joins_pass and self._drafter_promise(c, 1.0) > bounds[i]]
         if not candidates:
             return {}
+        self.num_in_pass = len(candidates)
         drafting = self._drafter.begin([contexts[i] for i in candidates])
         stated = drafting.first_confidences() if self.has_confidences else [1.0] * len(candidates)
         chosen = [

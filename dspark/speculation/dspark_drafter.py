@@ -8,7 +8,7 @@ R contexts of a round, M of them that get a draft, K draft positions, B slots of
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,9 @@ from dspark.speculation.prefix_scheduler import survivals_of
 from dspark.speculation.proposal import NO_DRAFT, CommittedFeatures, Draft, DraftContext, DraftRound, Forecast, Proposer
 
 logger = logging.getLogger(__name__)
+
+FEATURES_PER_WRITE = 128  # committed positions that are written together where no pass needs them before
+MAX_PENDING_FEATURES = 4096
 
 
 class DSparkProposer(Proposer):
@@ -50,6 +53,8 @@ class DSparkProposer(Proposer):
         self.has_confidences = drafter.config.has_confidence_head
         self._drafter = drafter
         self._kv_cache = KVCache(drafter.config, num_pages, page_size, drafter.dtype, drafter.device)
+        self._page_size = page_size
+        self._pending: list[CommittedFeatures] = []  # of steps whose keys and values are not written yet, in order
         # Slots drawn independently of each other make incoherent blocks; the argmax of each is accepted more often.
         # (A race under the target's own noise follows the target's draw, so coupled requests do not need this.)
         self.takes_argmax = drafter.config.markov_rank == 0
@@ -58,12 +63,35 @@ class DSparkProposer(Proposer):
         self.calibration = OnlineCalibration(self.max_draft_tokens, proposer_name=self.name)
         self._stated: dict[str, list[float]] = {}  # of the latest draft of a request, as the head stated it
 
-    @torch.inference_mode()
     def take_features(self, committed: CommittedFeatures) -> None:
-        """Write the drafter's keys and values of the positions that a step committed."""
-        self._kv_cache.clear(committed.new_page_ids)
-        if len(committed.positions):
-            self._drafter.write_context(committed.features, committed.positions, committed.slot_mapping, self._kv_cache)
+        """Keep what a step committed until a pass needs its keys and values, or enough has come together.
+
+        A product of many rows costs little more than one of a few, and while nobody drafts there is one in many steps.
+        """
+        self._pending.append(committed)
+        if sum(len(features.positions) for features in self._pending) >= FEATURES_PER_WRITE:
+            self.write_context()
+
+    @torch.inference_mode()
+    def write_context(self) -> None:
+        """Write the drafter's keys and values of all positions that were committed.
+
+        What cannot be written is tried again with the next call; past `MAX_PENDING_FEATURES` it is given up, and drafts
+        are worse where it is missing.
+        """
+        try:
+            for group in _disjoint_groups(self._pending, self._page_size):
+                self._kv_cache.clear(torch.cat([committed.new_page_ids for committed in group]))
+                features = torch.cat([committed.features for committed in group])
+                if len(features):
+                    positions = torch.cat([committed.positions for committed in group])
+                    slots = torch.cat([committed.slot_mapping for committed in group])
+                    self._drafter.write_context(features, positions, slots, self._kv_cache)
+        except Exception:
+            if sum(len(committed.positions) for committed in self._pending) > MAX_PENDING_FEATURES:
+                self._pending.clear()
+            raise
+        self._pending.clear()
 
     def forecast(self, contexts: Sequence[DraftContext]) -> list[Forecast]:
         """Return the survivals that drafts of late had by position, in all requests and in this one."""
@@ -81,6 +109,9 @@ class DSparkProposer(Proposer):
     def begin(self, contexts: Sequence[DraftContext]) -> _DSparkRound:
         """Run the parallel stage for the contexts that join; what follows costs only for those that get a draft."""
         self._settle(contexts)
+        self.num_in_pass = sum(context.joins_pass for context in contexts)
+        if any(context.joins_pass for context in contexts):
+            self.write_context()
         return _DSparkRound(self, contexts)
 
     def take_verdict(self, request_id: str, draft: Draft, num_accepted: int) -> None:
@@ -145,6 +176,20 @@ class DSparkProposer(Proposer):
         length = self._draft_len(context) if context.joins_pass else 0
         assert length <= self._drafter.config.num_draft_tokens, (length, self._drafter.config.num_draft_tokens)
         return OpenDraft(context=context, length=length) if length else None
+
+
+def _disjoint_groups(pending: Sequence[CommittedFeatures], page_size: int) -> Iterator[list[CommittedFeatures]]:
+    """Cut steps into groups in which no page is begun anew after it was written: its old owner's rows come before."""
+    group: list[CommittedFeatures] = []
+    written: set[int] = set()
+    for committed in pending:
+        if not written.isdisjoint(committed.new_page_ids.tolist()):
+            yield group
+            group, written = [], set()
+        group.append(committed)
+        written.update((committed.slot_mapping // page_size).tolist())
+    if group:
+        yield group
 
 
 class _DSparkRound(DraftRound):

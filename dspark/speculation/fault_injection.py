@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -19,6 +20,7 @@ from dspark.speculation.proposal import (
 
 Fault = Literal["raise", "hang", "slow", "nan", "wrong_ids"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
+SPOILING: tuple[Fault, ...] = ("nan", "wrong_ids")  # faults of what a call returns
 NextFault = Callable[[str], Fault | None]  # name of the call that is about to be made -> what goes wrong in it
 
 
@@ -31,7 +33,7 @@ class FaultyProposer(Proposer):
 
     "raise" raises before anything is done, "hang" and "slow" wait for so many seconds first, "nan" makes confidences
     and probabilities of all drafts NaN, "wrong_ids" makes their tokens negative. The last two need a `propose`; in
-    other calls they do nothing.
+    other calls they do nothing and are not counted.
     """
 
     def __init__(self, inner: Proposer, next_fault: NextFault, *, hang_s: float = 60.0, slow_s: float = 1.0) -> None:
@@ -40,7 +42,8 @@ class FaultyProposer(Proposer):
         self.tapped_layers = inner.tapped_layers
         self.has_confidences = inner.has_confidences
         self.has_pass = inner.has_pass
-        self.num_faults = 0
+        self.num_calls: Counter[str] = Counter()  # of those that may fail, by name
+        self.num_faults: Counter[Fault] = Counter()
         self._inner = inner
         self._next_fault = next_fault
         self._wait_s: dict[Fault, float] = {"hang": hang_s, "slow": slow_s}
@@ -58,7 +61,9 @@ class FaultyProposer(Proposer):
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """See `Proposer`."""
         fault = self._begin("propose")
-        return [_spoilt(draft, fault) for draft in self._inner.propose(contexts)]
+        drafts = self._inner.propose(contexts)
+        self.num_in_pass = self._inner.num_in_pass
+        return [_spoilt(draft, fault) for draft in drafts]
 
     def begin(self, contexts: Sequence[DraftContext]) -> DraftRound:
         """See `Proposer`."""
@@ -90,10 +95,11 @@ class FaultyProposer(Proposer):
         self._inner.restore_state(state)
 
     def _begin(self, call: str) -> Fault | None:
+        self.num_calls[call] += 1
         fault = self._next_fault(call)
-        if fault is None:
+        if fault is None or (fault in SPOILING and call != "propose"):
             return None
-        self.num_faults += 1
+        self.num_faults[fault] += 1
         if fault == "raise":
             raise InjectedFault(f"injected fault in {call}")
         time.sleep(self._wait_s.get(fault, 0.0))

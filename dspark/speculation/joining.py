@@ -27,7 +27,7 @@ MAX_TRIED_TOKENS = 128  # numbers of verified tokens that are tried; of more, so
 class PassCosts:
     """The next step without drafts, and what drafts add to it."""
 
-    num_tokens_out: int  # requests that get a token from it anyway
+    num_tokens_out: int  # tokens that it brings forward anyway, prefilled ones too
     num_other_tokens: int  # tokens of the step that are not drafts
     room: int  # drafted tokens that it can hold
     target_s: Callable[[np.ndarray], np.ndarray]  # [n] tokens of a step -> [n] seconds

@@ -23,8 +23,10 @@ from dspark.speculation.prefix_scheduler import (
     PrefixScheduler,
     SurvivalTable,
     ThresholdScheduler,
+    throughput,
 )
 from dspark.speculation.probing import Probes
+from dspark.speculation.resting import Resting
 
 if TYPE_CHECKING:
     from dspark.speculation.capacity import StepTimes
@@ -45,20 +47,17 @@ class Load:
     num_prefill_tokens: int
     max_tokens: int  # token budget of the step
     context_len: float  # mean tokens before a token of the step
-    num_prefill_ending: int = 0  # requests whose prefill ends, so that they get a token too
 
     def __post_init__(self) -> None:
-        assert 0 <= self.num_prefill_ending <= self.num_prefill_tokens and self.num_decoding >= 0, self
+        assert self.num_prefill_tokens >= 0 and self.num_decoding >= 0, self
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step without drafts."""
-        return self.num_decoding + self.num_prefill_tokens
+        """Tokens of the step without drafts, and what it brings forward without them.
 
-    @property
-    def num_tokens_out(self) -> int:
-        """Tokens that come out without drafts."""
-        return self.num_decoding + self.num_prefill_ending
+        A prefilled token counts as much as one that comes out: time spent on drafts holds up both.
+        """
+        return self.num_decoding + self.num_prefill_tokens
 
     @property
     def room(self) -> int:
@@ -88,7 +87,16 @@ class Planner:
         self._num_probed = 0  # of these
         self._pass_s = 0.0  # running mean of passes, where none were measured
         self._probes = Probes()
+        self._resting = Resting()
+        self._is_resting = True  # until the first round
         self._planned: tuple[int, float] = (0, 0.0)  # tokens of the latest step and their mean context
+
+    def rests(self, num_requests: int) -> bool:
+        """Return whether this round goes without drafts and without looking for any; call it first in each round."""
+        self._is_resting = self._may_decline and self._resting.rests(num_requests)
+        if self._is_resting:
+            self.num_declined["resting"] += num_requests
+        return self._is_resting
 
     # -- before drafting -----------------------------------------------------------------------------------------
 
@@ -121,7 +129,7 @@ class Planner:
 
     def _pass_costs(self, load: Load) -> PassCosts:
         return PassCosts(
-            num_tokens_out=load.num_tokens_out,
+            num_tokens_out=load.num_tokens,
             num_other_tokens=load.num_tokens,
             room=load.room,
             target_s=lambda num_tokens: self._target_s(num_tokens, load.context_len),
@@ -163,9 +171,10 @@ class Planner:
         drafts = [confidences[i] or () for i in order]
         self._planned = (load.num_tokens, load.context_len)
         if not any(drafts) and not isinstance(self._scheduler, DelayedScheduler):  # that one counts steps
+            self._note_gain(load, 0.0)
             return [0] * len(order)
         forced = self._forced_lengths([request_ids[i] for i in order], drafts, load.room)
-        drafts += [()] * (load.num_tokens_out - len(order))
+        drafts += [()] * (load.num_tokens - len(order))
         survivals: Sequence[Sequence[float]] = SurvivalTable.rounded(drafts)
         num_forced = sum(forced)
         if num_forced:  # to be verified in any case, as the requests' own tokens are
@@ -184,7 +193,16 @@ class Planner:
         for i, length, more in zip(order, forced, chosen, strict=False):
             lengths[i] = length + more
         self._planned = (load.num_tokens + sum(lengths), load.context_len)
+        self._note_gain(load, throughput(step, chosen))
         return lengths
+
+    def _note_gain(self, load: Load, planned: float) -> None:
+        """Tell what the planned tokens per second gain over plain decoding; 0: nothing is to be verified."""
+        if self._is_resting or not self._may_decline:
+            return
+        plain_s = float(self._target_s(np.array([load.num_tokens]), load.context_len)[0]) + self.overhead_s
+        gain = max(0.0, planned * plain_s / load.num_tokens - 1.0)
+        self._resting.observe(gain, load.num_decoding, plain_s)
 
     def _forced_lengths(self, request_ids: Sequence[str], drafts: Sequence[Sequence[float]], room: int) -> list[int]:
         """Return how many tokens of each draft are verified to learn from, as was settled before it was drawn."""

@@ -100,6 +100,7 @@ class Proposer(Protocol):
     max_draft_tokens: int | None = None  # a draft is at most this long; None: of any length
     tapped_layers: tuple[int, ...] = ()  # layers of the target whose outputs it wants (-1: the embedding's); none
     has_confidences: bool = False  # its rounds know c_1 of a draft before anything is drawn
+    num_in_pass: int | None = None  # contexts that the pass of the latest `propose` ran for; None: all that joined
     has_pass: bool = False  # drafting runs a model, for those contexts only that join (`DraftContext.joins_pass`)
 
     def take_features(self, committed: CommittedFeatures) -> None:
@@ -109,8 +110,9 @@ class Proposer(Protocol):
     def forecast(self, contexts: Sequence[DraftContext]) -> list[Forecast]:
         """Return what to expect of each context's draft, from committed text and past verdicts alone.
 
-        Called right before `propose` with the same committed text, `joins_pass` not yet decided. Draws nothing, runs
-        no model.
+        Called right before `propose` with the same committed text, `joins_pass` not yet decided and the pages for
+        drafts not yet there. Draws nothing, runs no model. `propose` is not called where nobody joins and no draft is
+        free.
         """
         return [NO_FORECAST] * len(contexts)
 

@@ -95,3 +95,24 @@ def test_a_call_left_behind_opens_it_at_once_and_blocks_until_it_is_back() -> No
 
     call.set_result(None)
     assert not breaker.is_blocked and breaker.allows
+
+
+def test_what_fails_while_it_is_open_does_not_make_the_pause_longer() -> None:
+    clock = Clock()
+    breaker = opened(clock)
+    for _ in range(5):
+        assert breaker.failed() is False
+    clock.now += FIRST_PAUSE_S
+
+    assert breaker.allows
+
+
+def test_the_first_pause_is_as_asked() -> None:
+    clock = Clock()
+    breaker = Breaker(clock, first_pause_s=7.0)
+    for _ in range(3):
+        breaker.failed()
+    clock.now += 6.9
+    assert not breaker.allows
+    clock.now += 0.1
+    assert breaker.allows

@@ -55,6 +55,39 @@ def test_a_call_that_hangs_is_left_behind_and_later_ones_go_on() -> None:
     assert caught.value.call.result(timeout=5.0) is True
 
 
+def test_a_call_whose_turn_does_not_come_is_never_made() -> None:
+    thread, release, made = ComputeThread(), threading.Event(), []
+    busy = threading.Thread(target=lambda: thread.run(release.wait))
+    busy.start()
+
+    with pytest.raises(ComputeTimeout) as caught:
+        thread.run(lambda: made.append(1), timeout_s=0.05)
+    release.set()
+    busy.join(timeout=5.0)
+
+    assert caught.value.call is None
+    assert thread.run(lambda: list(made)) == []
+
+
+def test_what_waits_behind_a_call_that_hangs_gets_the_new_thread() -> None:
+    thread, release, results = ComputeThread(), threading.Event(), []
+
+    def hang() -> None:
+        with pytest.raises(ComputeTimeout):
+            thread.run(release.wait, timeout_s=0.2)
+
+    hanging = threading.Thread(target=hang)
+    hanging.start()
+    time.sleep(0.05)
+    waiting = threading.Thread(target=lambda: results.append(thread.run(lambda: "served")))
+    waiting.start()
+    waiting.join(timeout=5.0)
+    hanging.join(timeout=5.0)
+
+    assert results == ["served"]
+    release.set()
+
+
 def test_calls_from_several_threads_do_not_overlap() -> None:
     thread = ComputeThread()
     running, most = [], []

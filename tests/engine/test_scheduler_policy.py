@@ -198,7 +198,7 @@ def test_lengths_are_planned_with_all_that_the_step_holds():
     steps.step()
     # The anchor stands after 10 tokens, b fills a chunk of 4 and c gets what drafts of 3 leave of the budget.
     context = 10 + (0 + 1 + 2 + 3) + sum(range(24))
-    load = Load(num_decoding=1, num_prefill_tokens=28, num_prefill_ending=1, max_tokens=32, context_len=context / 29)
+    load = Load(num_decoding=1, num_prefill_tokens=28, max_tokens=32, context_len=context / 29)
     assert loads == [load]
 
 
@@ -213,7 +213,7 @@ def test_what_the_next_step_will_hold_is_known_when_drafts_are_made():
         steps.add(name, 5)
     context = 11 + sum(range(31, 34)) + sum(range(5))
     assert steps.scheduler.coming_load() == Load(
-        num_decoding=1, num_prefill_tokens=8, num_prefill_ending=2, max_tokens=32, context_len=context / 9
+        num_decoding=1, num_prefill_tokens=8, max_tokens=32, context_len=context / 9
     )
     steps.add("e", 5)
     assert [row.num_tokens for row in steps.step()] == [1, 3, 5]
@@ -297,7 +297,7 @@ def test_a_weak_request_gets_its_token_in_every_step():
 # -- prefill -------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_slows_those_who_decode_at_most_twofold():
+def test_a_long_prompt_slows_those_who_decode_at_most_fourfold():
     steps = SimulatedSteps(seconds=measured, step_s=measured)
     for i in range(20):
         steps.add(str(i), 3, 200)
@@ -308,9 +308,9 @@ def test_a_long_prompt_slows_those_who_decode_at_most_twofold():
         before = steps.now
         rows = steps.step()
         assert len(rows) == 21
-        assert steps.now - before <= 2 * measured(20)
+        assert steps.now - before <= 4 * measured(20)
         chunks.append(rows[-1].num_tokens)
-    assert chunks[:-1] == [39] * 7  # 59 tokens take 159 ms, 20 take 80
+    assert chunks == [104, 104, 92]  # 124 tokens take 320 ms, 20 take 80
 
 
 def test_a_long_prompt_starts_quickly_where_nobody_decodes():

@@ -87,10 +87,17 @@ def test_a_file_that_cannot_be_a_plot_is_refused_ahead(tmp_path, name, message):
 def test_a_result_is_the_last_line_of_what_was_printed(tmp_path):
     path = tmp_path / "out.txt"
     path.write_text("a table\n" + json.dumps(result(2)) + "\n")
-    assert load_result(path) == result(2)
+    assert load_result(path) == ("evaluation", result(2))
 
 
-@pytest.mark.parametrize("content", ["", "text\n", "[1]\n", '{"drafter": "a"}\n'])
+@pytest.mark.parametrize("kind", ["bench", "jump"])
+def test_results_of_a_benchmark_say_what_they_are(tmp_path, kind):
+    path = tmp_path / "out.txt"
+    path.write_text(json.dumps({"kind": kind, "runs": []}) + "\n")
+    assert load_result(path) == (kind, {"kind": kind, "runs": []})
+
+
+@pytest.mark.parametrize("content", ["", "text\n", "[1]\n", '{"drafter": "a"}\n', '{"runs": []}\n'])
 def test_a_file_without_a_result_is_named(tmp_path, content):
     path = tmp_path / "other.txt"
     path.write_text(content)

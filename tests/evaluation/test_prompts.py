@@ -13,7 +13,13 @@ from dspark.evaluation.prompts import BUILT_IN, PromptRecord, load_prompts
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_built_in_sets_load(name):
-    assert len(load_prompts(name)) >= 8
+    records = load_prompts(name)
+    assert len({record.turns for record in records}) == len(records) >= 16
+
+
+@pytest.mark.parametrize("name", ["mixed", "hostile"])
+def test_there_are_prompts_for_32_requests_at_a_time(name):
+    assert len(load_prompts(name)) == 32
 
 
 def test_both_keys_and_blank_lines_are_read(tmp_path):

@@ -15,7 +15,7 @@ from dspark_bench import VOCAB, fresh_context, fresh_greedy_draft, make_drafter,
 
 from dspark.models.drafter import Drafter
 from dspark.request import SamplingParams
-from dspark.speculation.dspark_drafter import DSparkProposer
+from dspark.speculation.dspark_drafter import FEATURES_PER_WRITE, DSparkProposer
 from dspark.speculation.noise import KeyedNoise, NoisePurpose
 from dspark.speculation.prefix_scheduler import survivals_of
 from dspark.speculation.proposal import NO_DRAFT, CommittedFeatures, Draft, DraftContext
@@ -38,6 +38,40 @@ def proposer_with(drafter: Drafter, texts: dict[str, list[int]]) -> tuple[DSpark
         taps = target_taps(text[:-1], drafter.config.tap_ids)
         proposer.take_features(committed(taps, positions, positions + 64 * i))
     return proposer, pages
+
+
+def test_features_are_written_when_a_pass_needs_them_or_enough_have_come_together() -> None:
+    drafter = make_drafter()
+    proposer, pages = proposer_with(drafter, {"a": TEXT})
+    pool = proposer._kv_cache.pools[0]
+    assert not pool.any()
+    proposer.propose([replace(context_of(TEXT, pages["a"]), joins_pass=False)])
+    assert not pool.any()
+    (draft,) = proposer.propose([context_of(TEXT, pages["a"])])
+    assert pool.any()
+    assert draft.token_ids == fresh_greedy_draft(drafter, TEXT, 4)
+
+    proposer = DSparkProposer(drafter, num_pages=64, page_size=4)
+    positions = torch.arange(FEATURES_PER_WRITE)
+    taps = target_taps([1] * FEATURES_PER_WRITE, drafter.config.tap_ids)
+    proposer.take_features(committed(taps[1:], positions[1:], positions[1:]))
+    assert not proposer._kv_cache.pools[0].any()
+    proposer.take_features(committed(taps[:1], positions[:1], positions[:1]))
+    assert proposer._kv_cache.pools[0].any()
+
+
+def test_a_page_that_changes_its_owner_before_it_is_written_holds_the_new_owners_keys_alone() -> None:
+    """The first owner's row of position 2 is NaN, which masked attention would spread to the second's draft."""
+    drafter = make_drafter()
+    proposer = DSparkProposer(drafter, num_pages=64, page_size=4)
+    broken = torch.full((3, len(drafter.config.tap_ids) * drafter.config.target_hidden_size), float("nan"))
+    proposer.take_features(committed(broken, torch.arange(3), torch.arange(3), [0]))
+    taps = target_taps(OTHER[:2], drafter.config.tap_ids)
+    proposer.take_features(committed(taps, torch.arange(2), torch.arange(2), [0]))
+
+    (draft,) = proposer.propose([context_of(OTHER[:3], range(16))])
+
+    assert draft.token_ids == fresh_greedy_draft(drafter, OTHER[:3], 4)
 
 
 def committed(taps, positions, slots, new_page_ids=()) -> CommittedFeatures:

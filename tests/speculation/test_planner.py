@@ -375,7 +375,7 @@ def test_tokens_of_prefill_are_tokens_of_the_step():
     times = MeasuredTimes(target=curve({1: 30, 8: 31, 9: 60, 64: 600}), max_tokens=64)
     draft = [[0.9] * 9]
     assert planner_of("early_stop", times).lengths(["a"], draft, load_of(1)) == [7]
-    load = load_of(1, num_prefill_tokens=5, num_prefill_ending=1)
+    load = load_of(1, num_prefill_tokens=5)
     assert planner_of("early_stop", times).lengths(["a"], draft, load) == [2]
 
 

@@ -1,0 +1,151 @@
+"""The verb `dspark bench`: drafters side by side, or what happens when the load jumps."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dspark.cli_engine import add_engine_flags, engine_config
+from dspark.errors import DsparkError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from dspark.evaluation.prompts import PromptRecord
+
+BENCH_TEXT = (
+    "Measure drafters against plain decoding, interleaved in one run; a table, then one JSON line, which dspark plot "
+    "draws. With --jump measure what happens when the load jumps."
+)
+CONCURRENCY = "1,4,16"
+BUILT_IN_PROMPTS = 16  # used of a built-in set unless --num-prompts says otherwise
+# Flags that say nothing about a jump.
+_NOT_OF_A_JUMP = {"concurrency": None, "seed": None, "compare_transformers": False}
+
+
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `dspark bench`."""
+    parser.add_argument(
+        "--drafters", default="none,auto",
+        help="comma-separated, as for serve --drafter; DRAFTER@LENGTH drafts and verifies so many tokens in every "
+        "round (--scheduler fixed)",
+    )  # fmt: skip
+    parser.add_argument("--concurrency", help=f"comma-separated numbers of requests at a time (None: {CONCURRENCY})")
+    parser.add_argument(
+        "--jump", type=_jump, metavar="N:M",
+        help="serve N requests at a time, then M from one step to the next, and measure the steps around that",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", metavar="SET", default="mixed",
+        help="mixed, repetitive, hostile (built in), or a file of JSON lines with the key prompt or turns",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-prompts",
+        help="prompts of a pass, the first ones: one number, and more only for more requests at a time, or one for "
+        f"each --concurrency (None: {BUILT_IN_PROMPTS} of a built-in set, all of a file or with --jump)",
+    )  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, default=64, help="tokens per answer at most")
+    parser.add_argument("--temperature", default="0", help="comma-separated, each is measured; 0 is greedy")
+    parser.add_argument("--seed", type=int, help="request i gets seed + i, so that sampled text can be compared")
+    parser.add_argument("--repeats", type=int, default=3, help="passes over the prompts, or jumps, after the warm-up")
+    parser.add_argument("--compare-transformers", action="store_true", help="measure transformers.generate as well")
+    add_engine_flags(parser, with_drafter=False)
+
+
+def run_bench_verb(args: argparse.Namespace) -> int:
+    """Measure as the flags say; print a table and the JSON line."""
+    from rich.console import Console
+
+    from dspark.evaluation.prompts import load_prompts
+
+    settings = {
+        "drafters": tuple(name.strip() for name in args.drafters.split(",")),
+        "temperatures": _numbers("--temperature", args.temperature, float, "0,1"),
+        "max_tokens": args.max_tokens,
+        "repeats": args.repeats,
+    }
+    prompts = load_prompts(args.prompts)
+    status, console = Console(stderr=True), Console(width=None if sys.stdout.isatty() else 200)
+
+    def progress(line: str) -> None:
+        status.print(line, highlight=False)
+
+    (_run_bench if args.jump is None else _run_jump)(args, settings, prompts, progress, console)
+    return 0
+
+
+def _run_bench(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    prompts: list[PromptRecord],
+    progress: Callable[[str], None],
+    console: Console,
+) -> None:
+    from dspark.evaluation.bench_offline import BenchConfig, run_bench
+    from dspark.evaluation.bench_report import print_report
+    from dspark.evaluation.prompts import BUILT_IN
+
+    num_prompts = _num_prompts(args)
+    if num_prompts is None and args.prompts in BUILT_IN:
+        num_prompts = (BUILT_IN_PROMPTS,)
+    bench = BenchConfig(
+        **settings,
+        concurrency=_numbers("--concurrency", args.concurrency or CONCURRENCY, int, CONCURRENCY),
+        num_prompts=num_prompts,
+        seed=args.seed,
+        compare_transformers=args.compare_transformers,
+    )
+    report = run_bench(engine_config(args), bench, prompts, progress=progress)
+    print_report(report | {"command": ["dspark", *sys.argv[1:]]}, console)
+
+
+def _run_jump(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    prompts: list[PromptRecord],
+    progress: Callable[[str], None],
+    console: Console,
+) -> None:
+    for name, default in _NOT_OF_A_JUMP.items():
+        if getattr(args, name) != default:
+            raise DsparkError(
+                f"--{name.replace('_', '-')} ({getattr(args, name)}) does not go with --jump; leave it out"
+            )
+
+    from dspark.evaluation.load_jump import JumpConfig, print_jumps, run_jump
+
+    num_prompts = _num_prompts(args)
+    if num_prompts is not None and len(num_prompts) > 1:
+        raise DsparkError(f"--num-prompts ({args.num_prompts}) must be one number with --jump")
+    before, after = args.jump
+    jump = JumpConfig(**settings, before=before, after=after)
+    report = run_jump(engine_config(args), jump, prompts[: num_prompts[0] if num_prompts else None], progress=progress)
+    print_jumps(report | {"command": ["dspark", *sys.argv[1:]]}, console)
+
+
+def _num_prompts(args: argparse.Namespace) -> tuple[int, ...] | None:
+    if args.num_prompts is None:
+        return None
+    numbers = _numbers("--num-prompts", args.num_prompts, int, "16 or 8,16,48")
+    if min(numbers) < 1:
+        raise DsparkError(f"--num-prompts ({args.num_prompts}) must be at least 1")
+    return numbers
+
+
+def _numbers(flag: str, text: str, kind: type, example: str) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError as error:
+        whole = "whole " if kind is int else ""
+        raise DsparkError(f"{flag} ({text}) must be {whole}numbers separated by commas, such as {example}") from error
+
+
+def _jump(text: str) -> tuple[int, int]:
+    before, after = text.split(":")
+    return int(before), int(after)
+
+
+_jump.__name__ = "N:M"  # argparse says "invalid ... value"
