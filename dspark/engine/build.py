@@ -13,7 +13,8 @@ import torch
 
 from dspark.batch import BatchRow
 from dspark.config import DEFAULT_CONFIDENCE_THRESHOLD, EngineConfig, SpeculationConfig, resolved_max_size
-from dspark.engine.capacity_cache import machine_times
+from dspark.engine.bandwidth import weight_bytes
+from dspark.engine.capacity_cache import PEAK, machine_times
 from dspark.engine.compute_thread import ComputeThread
 from dspark.engine.drafter_choice import DrafterChoice, choose_drafter
 from dspark.engine.drafting import num_draft_tokens
@@ -139,22 +140,11 @@ def _build_engine(
         page_size=page_size,
         num_draft_tokens=0 if proposer is None else num_draft_tokens(config.speculation, proposer),
     )
-    times = None
-    if _needs_times(config):
-        times = machine_times(
-            model,
-            choice,
-            config,
-            runner=runner,
-            proposer=proposer,
-            limits=limits,
-            capacity_file=None if config.speculation.capacity_file is None else Path(config.speculation.capacity_file),
-            anew=measure_anew,
-        ).times
+    times = _measured_times(model, choice, config, runner, proposer, limits, measure_anew)
     planner = _make_planner(config.speculation, times, limits.num_draft_tokens)
     if proposer is not None and wrap_proposer is not None:
         proposer = wrap_proposer(proposer)
-    return Engine(
+    engine = Engine(
         runner=runner,
         tokenizer=model.tokenizer,
         allocator=PageAllocator(num_pages, page_size, prefix_caching=config.cache.prefix_caching),
@@ -166,7 +156,12 @@ def _build_engine(
         planner=planner,
         compute=model.compute,
         model_name=model.folder.name,
+        num_weight_bytes=weight_bytes(model.decoder),
     )
+    peak = None if times is None else times.details.get(PEAK)
+    if isinstance(peak, int | float):  # a capacity file of another engine does not know it
+        engine.metrics.memory_bandwidth_peak.set(peak)
+    return engine
 
 
 def warm_up(engine: Engine) -> None:
@@ -249,8 +244,29 @@ def _drafter_proposer(
     )
 
 
-def _needs_times(config: EngineConfig) -> bool:
-    return config.speculation.scheduler in TIMED_SCHEDULERS or config.batching.target_tpot_ms is not None
+def _measured_times(
+    model: LoadedModel,
+    choice: DrafterChoice,
+    config: EngineConfig,
+    runner: Runner,
+    proposer: Proposer | None,
+    limits: ProfileLimits,
+    anew: bool,
+) -> MeasuredTimes | None:
+    """Return the machine's times where a setting needs them."""
+    if config.speculation.scheduler not in TIMED_SCHEDULERS and config.batching.target_tpot_ms is None:
+        return None
+    file = config.speculation.capacity_file
+    return machine_times(
+        model,
+        choice,
+        config,
+        runner=runner,
+        proposer=proposer,
+        limits=limits,
+        capacity_file=None if file is None else Path(file),
+        anew=anew,
+    ).times
 
 
 def _make_planner(speculation: SpeculationConfig, times: MeasuredTimes | None, draft_length: int) -> Planner:

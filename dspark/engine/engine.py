@@ -55,9 +55,11 @@ class Engine:
         planner: Planner | None = None,
         compute: ComputeThread | None = None,
         model_name: str | None = None,
+        num_weight_bytes: int = 0,
         fault_limits: FaultLimits | None = None,
     ) -> None:
         self.model_name = model_name or config.model
+        self._num_weight_bytes = num_weight_bytes  # that a target pass reads; 0: not known
         self.tokenizer = tokenizer
         self.generation_defaults = generation_defaults
         self.vocab_size = vocab_size
@@ -274,6 +276,8 @@ class Engine:
             self._tokens_per_step += TOKENS_PER_STEP_RATE * (mean - self._tokens_per_step)
         phases = self._phase_s
         self.metrics.observe_step(phases, size.num_tokens, self._config.batching.max_batch_tokens)
+        if self._num_weight_bytes:
+            self.metrics.memory_bandwidth.set(self._num_weight_bytes / phases["forward"])
         if self.planner is None:
             return
         target_s, step_s = phases["forward"] + phases["features"], sum(phases.values())

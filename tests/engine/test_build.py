@@ -116,3 +116,13 @@ def test_a_cache_beyond_the_machines_memory_is_refused(model_folder, cache):
 def test_a_device_that_holds_no_numbers_is_refused(model_folder):
     with pytest.raises(ConfigError, match=r"device \('meta'\) cannot be used here"):
         load_engine(EngineConfig(model=str(model_folder), device="meta"))
+
+
+def test_the_gauges_tell_the_bandwidth_reached_and_the_machines_best(model_folder):
+    engine = load_engine(EngineConfig(model=str(model_folder), drafter="none"))
+    LLM.from_engine(engine).generate("hello", SamplingParams(temperature=0, max_tokens=3), show_progress=False)
+    labels = {"model_name": engine.model_name}
+    names = ("dspark:memory_bandwidth_bytes_per_second", "dspark:memory_bandwidth_peak_bytes_per_second")
+    reached, peak = (engine.metrics.registry.get_sample_value(name, labels) for name in names)
+    assert reached is not None and peak is not None
+    assert reached > 0 and peak > 1e8
