@@ -47,12 +47,25 @@ class Detokenizer(Protocol):
 
 def create_detokenizer(tokenizer: HasBackend, *, skip_special_tokens: bool) -> Detokenizer:
     """Return the detokenizer that suits the tokenizer's decoder."""
-    table = _tables.get(tokenizer)
-    if table is None:
-        table = _tables[tokenizer] = _TokenTable(tokenizer.backend)
+    table = _table_of(tokenizer)
     if table.is_byte_level:
         return _ByteLevelDetokenizer(table, skip_special_tokens=skip_special_tokens)
     return _WindowDetokenizer(table, skip_special_tokens=skip_special_tokens)
+
+
+def token_bytes(tokenizer: HasBackend, token_id: int) -> bytes:
+    """Return the UTF-8 bytes that a token adds to a text it stands in; perhaps only parts of characters."""
+    table = _table_of(tokenizer)
+    if table.is_byte_level:
+        return table.token_bytes(token_id)
+    byte = table.fallback_byte(token_id)
+    if byte is not None:
+        return byte
+    if table.backend.id_to_token(token_id) is None:
+        return b""
+    # Behind a neighbour, itself, since decoders drop the space that begins a text.
+    alone = table.backend.decode([token_id], skip_special_tokens=False)
+    return table.backend.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :].encode()
 
 
 class _TokenTable:
@@ -89,6 +102,13 @@ class _TokenTable:
 
 
 _tables: WeakKeyDictionary[HasBackend, _TokenTable] = WeakKeyDictionary()
+
+
+def _table_of(tokenizer: HasBackend) -> _TokenTable:
+    table = _tables.get(tokenizer)
+    if table is None:
+        table = _tables[tokenizer] = _TokenTable(tokenizer.backend)
+    return table
 
 
 class _ByteLevelDetokenizer:
