@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Integral, Real
@@ -19,7 +19,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 1024  # characters; the search tables grow with it
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
-MAX_LISTED_TOKEN_IDS = 65536  # of allowed_token_ids and bad_token_ids
+MAX_LISTED_TOKEN_IDS = 8192  # of allowed_token_ids and bad_token_ids
+MAX_BAD_SEQUENCES = 512
 BANNING_BIAS = -100.0  # a logit bias that means "never", whatever the logit
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_TOKENS = 64  # no drafter is trained for more, and a round's cost grows with it
@@ -56,6 +57,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # taken off every token that was put out, in [-2, 2]
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added, in [-100, 100]; -100 bans
     bad_token_ids: tuple[int, ...] = ()  # never come out
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()  # never come out as a whole; the last token is what is banned
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else comes out; None is off
     logprobs: int | None = None  # with every token its log-probability and so many of the likeliest; None: neither
     num_draft_tokens: int | None = None  # drafted tokens a round at most, in place of the engine's; 0: plain decoding
@@ -64,6 +66,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "bad_token_ids", tuple(self.bad_token_ids))
+        object.__setattr__(self, "bad_token_sequences", tuple(tuple(s) for s in self.bad_token_sequences))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _check_number("temperature", self.temperature, low=0.0)
@@ -104,8 +107,15 @@ class SamplingParams:
             ("allowed_token_ids", self.allowed_token_ids or (), MAX_LISTED_TOKEN_IDS),
         ):
             _check_count(name, len(token_ids), limit)
-            for token_id in token_ids:
-                _check_integer(name, token_id, low=0)
+            _check_token_ids(name, token_ids)
+        _check_count("bad_token_sequences", len(self.bad_token_sequences), MAX_BAD_SEQUENCES)
+        for token_ids in self.bad_token_sequences:
+            if not 1 <= len(token_ids) <= MAX_STOP_STRING_LEN:
+                raise RequestError(
+                    f"bad_token_sequences holds one of {len(token_ids)} tokens; 1 to {MAX_STOP_STRING_LEN} are allowed",
+                    param="bad_token_sequences",
+                )
+            _check_token_ids("bad_token_sequences", token_ids)
         for bias in self.logit_bias.values():
             _check_number("logit_bias", bias, low=BANNING_BIAS, high=-BANNING_BIAS)
 
@@ -121,8 +131,7 @@ class SamplingParams:
                     f"stop ({reprlib.repr(text)}) must hold strings of 1 to {MAX_STOP_STRING_LEN} characters",
                     param="stop",
                 )
-        for token_id in self.stop_token_ids:
-            _check_integer("stop_token_ids", token_id, low=0)
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
 
     @property
     def is_greedy(self) -> bool:
@@ -136,17 +145,31 @@ class SamplingParams:
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """The tokens that never come out: the bad ones and those with the banning bias."""
-        return frozenset(self.bad_token_ids).union(i for i, bias in self.logit_bias.items() if bias == BANNING_BIAS)
+        biased = (i for i, bias in self.logit_bias.items() if bias == BANNING_BIAS)
+        return frozenset(self.bad_token_ids).union(biased, *(s for s in self.bad_token_sequences if len(s) == 1))
 
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and its filters stands between the target's logits and the draw."""
-        return bool(self.has_penalties or self.logit_bias or self.bad_token_ids or self.allowed_token_ids is not None)
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.bad_token_ids
+            or self.bad_token_sequences
+            or self.allowed_token_ids is not None
+        )
 
 
 def _check_count(name: str, count: int, limit: int) -> None:
     if count > limit:
         raise RequestError(f"{name} has {count} entries, at most {limit} are allowed", param=name)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int]) -> None:
+    if all(type(token_id) is int and token_id >= 0 for token_id in token_ids):  # a long list, and each choice's again
+        return
+    for token_id in token_ids:
+        _check_integer(name, token_id, low=0)
 
 
 def _check_number(name: str, value: float, *, low: float, high: float = math.inf) -> None:

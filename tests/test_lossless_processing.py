@@ -42,6 +42,7 @@ CHANGES = {
     "encouraged": {"presence_penalty": -2.0, "frequency_penalty": -0.5, "repetition_penalty": 0.8},
     "biased": {"logit_bias": {3: 4.0, 5: -100, 7: -3.5}},
     "banned": {"bad_token_ids": [0, 1, 2, 3]},
+    "sequences": {"bad_token_sequences": [(i, j) for i in range(16) for j in range(8)]},
     "allowed": {"allowed_token_ids": [2, 4, 6, 8, 10]},
     "late": {"min_tokens": 6, "stop_token_ids": [1, 2, 3], "presence_penalty": 0.7},
     "reported": {"logprobs": 3, "frequency_penalty": 0.4},
@@ -96,6 +97,7 @@ def test_the_changes_show(plain):
     assert set(by_name["allowed"]) <= {2, 4, 6, 8, 10}
     assert set(by_name["banned"]).isdisjoint({0, 1, 2, 3})
     assert 5 not in by_name["biased"]
+    assert set(by_name["sequences"][1:]) <= set(range(8, 16))
     assert len(by_name["late"]) >= 6
     assert len(set(by_name["frequency"])) > len(set(by_name["encouraged"]))
 
@@ -217,6 +219,8 @@ def test_logprobs_end_where_a_stop_cuts_the_block():
         ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
         ({"bad_token_ids": range(VOCAB)}, "bad_token_ids"),
         ({"allowed_token_ids": [1], "logit_bias": {1: -100}}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1], "bad_token_sequences": [[3, 1]]}, "allowed_token_ids"),
+        ({"bad_token_sequences": [[3, VOCAB]]}, "bad_token_sequences"),
         ({"allowed_token_ids": [15], "min_tokens": 1}, "allowed_token_ids"),
         ({"allowed_token_ids": [4], "stop_token_ids": [4], "min_tokens": 1}, "allowed_token_ids"),
         ({"stop_token_ids": range(15), "min_tokens": 1}, "stop_token_ids"),

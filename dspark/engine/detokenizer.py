@@ -56,16 +56,7 @@ def create_detokenizer(tokenizer: HasBackend, *, skip_special_tokens: bool) -> D
 def token_bytes(tokenizer: HasBackend, token_id: int) -> bytes:
     """Return the UTF-8 bytes that a token adds to a text it stands in; perhaps only parts of characters."""
     table = _table_of(tokenizer)
-    if table.is_byte_level:
-        return table.token_bytes(token_id)
-    byte = table.fallback_byte(token_id)
-    if byte is not None:
-        return byte
-    if table.backend.id_to_token(token_id) is None:
-        return b""
-    # Behind a neighbour, itself, since decoders drop the space that begins a text.
-    alone = table.backend.decode([token_id], skip_special_tokens=False)
-    return table.backend.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :].encode()
+    return table.token_bytes(token_id) if table.is_byte_level else table.inner_bytes(token_id)
 
 
 class _TokenTable:
@@ -90,6 +81,20 @@ class _TokenTable:
                 token_bytes = bytes(byte_of[character] for character in token)
             else:
                 token_bytes = token.encode()
+            self._bytes[token_id] = token_bytes
+        return token_bytes
+
+    def inner_bytes(self, token_id: int) -> bytes:
+        """Return what any other token adds to a text that it does not begin; none for an id without a token."""
+        token_bytes = self._bytes.get(token_id)
+        if token_bytes is None:
+            token_bytes = self.fallback_byte(token_id)
+            if token_bytes is None and self.backend.id_to_token(token_id) is None:
+                token_bytes = b""
+            if token_bytes is None:
+                # Behind a neighbour, itself, since decoders drop the space that begins a text.
+                alone, twice = (self.backend.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+                token_bytes = twice[len(alone) :].encode()
             self._bytes[token_id] = token_bytes
         return token_bytes
 

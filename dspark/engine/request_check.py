@@ -58,6 +58,7 @@ def _check_token_ids(request: Request, vocab_size: int) -> None:
         ("stop_token_ids", sampling.stop_token_ids),
         ("logit_bias", sampling.logit_bias),
         ("bad_token_ids", sampling.bad_token_ids),
+        ("bad_token_sequences", [i for sequence in sampling.bad_token_sequences for i in sequence]),
         ("allowed_token_ids", sampling.allowed_token_ids or ()),
     ):
         bad_id = next((i for i in token_ids if i >= vocab_size), None)
@@ -68,7 +69,9 @@ def _check_token_ids(request: Request, vocab_size: int) -> None:
 def _check_something_can_come_out(request: Request, vocab_size: int, eos_token_ids: Collection[int]) -> None:
     """Raise `RequestError` where bans leave no token at all, or none that may come before min_tokens."""
     sampling = request.sampling
-    banned, allowed = sampling.banned_token_ids, sampling.allowed_token_ids
+    # The last token of a bad sequence counts as banned: there are texts after which it is.
+    banned = sampling.banned_token_ids.union(token_ids[-1] for token_ids in sampling.bad_token_sequences)
+    allowed = sampling.allowed_token_ids
     param = "bad_token_ids" if allowed is None else "allowed_token_ids"
     possible = None if allowed is None else set(allowed) - banned
     if len(banned) >= vocab_size if possible is None else not possible:

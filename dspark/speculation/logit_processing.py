@@ -20,12 +20,20 @@ class LogitProcessor:
     """The changes one request asks for, and the counts of its committed text.
 
     Order: repetition penalty (prompt and output), frequency and presence penalty (output alone), logit bias, then bans
-    and the allowed tokens. All that is kept grows with the text, nothing with the vocabulary.
+    and the allowed tokens; of a bad sequence the last token is banned where the output ends with the ones before it.
+    All that is kept grows with the text, nothing with the vocabulary.
     """
 
     def __init__(self, sampling: SamplingParams, *, prompt_token_ids: Sequence[int]) -> None:
         self._sampling = sampling
-        self._num_followed = len(prompt_token_ids)
+        self._num_followed = self._num_prompt_tokens = len(prompt_token_ids)
+        # Bad sequences by their last token but one: all but the last token, and the last.
+        self._sequences: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+        for sequence in sampling.bad_token_sequences:
+            if len(sequence) > 1:
+                self._sequences.setdefault(sequence[-2], []).append((sequence[:-1], sequence[-1]))
+        self._tail_len = max((len(s) - 1 for s in sampling.bad_token_sequences), default=0)
+        self._tail: tuple[int, ...] = ()  # so many of the latest output tokens
         self._slots: dict[int, int] = {}  # token id -> index below
         self._ids = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)  # of the output
@@ -41,6 +49,9 @@ class LogitProcessor:
                 slot = self._slot(token_id)  # may move the counts
                 self._counts[slot] += 1.0
         self._num_followed = len(token_ids)
+        if self._sequences:
+            start = max(self._num_prompt_tokens, len(token_ids) - self._tail_len)
+            self._tail = tuple(token_ids[start:])
 
     def apply_(self, logits: Tensor, drafted: Sequence[int]) -> None:
         """Change the logits [R, V] float32 of the last R positions of the path: committed text, then `drafted`.
@@ -53,6 +64,19 @@ class LogitProcessor:
         if self._fixed is None or self._fixed.device != logits.device:
             self._fixed = _FixedChanges(self._sampling, logits.device)
         self._fixed.apply_(logits)
+        if self._sequences:
+            self._ban_sequences_(logits, drafted)
+
+    def _ban_sequences_(self, logits: Tensor, drafted: Sequence[int]) -> None:
+        rows, banned = [], []
+        for row in range(logits.shape[0]):
+            path = self._tail + tuple(drafted[: len(drafted) + 1 - logits.shape[0] + row])
+            for beginning, last in self._sequences.get(path[-1], ()) if path else ():
+                if path[-len(beginning) :] == beginning:
+                    rows.append(row)
+                    banned.append(last)
+        if rows:
+            logits[torch.tensor(rows, device=logits.device), torch.tensor(banned, device=logits.device)] = -math.inf
 
     def _slot(self, token_id: int) -> int:
         slot = self._slots.setdefault(token_id, len(self._slots))

@@ -32,6 +32,7 @@ PARAMS = {
     "ban": SamplingParams(logit_bias={1: -100}, temperature=1.5, min_p=0.3),
     "bad": SamplingParams(bad_token_ids=[0]),
     "allowed": SamplingParams(allowed_token_ids=[1, 3], top_p=0.9),
+    "sequences": SamplingParams(bad_token_sequences=[[1, 1], [2, 0, 3], [0]]),
     "all": ALL_AT_ONCE,
 }
 
@@ -48,6 +49,9 @@ def by_hand(logits: np.ndarray, sampling: SamplingParams, prompt: list[int], out
         changed[token_id] += sampling.logit_bias.get(token_id, 0.0)
         is_allowed = sampling.allowed_token_ids is None or token_id in sampling.allowed_token_ids
         if not is_allowed or token_id in sampling.bad_token_ids or sampling.logit_bias.get(token_id) == -100:
+            changed[token_id] = -math.inf
+        after = [*output, token_id]
+        if any(after[-len(sequence) :] == list(sequence) for sequence in sampling.bad_token_sequences):
             changed[token_id] = -math.inf
     return changed
 
@@ -120,6 +124,12 @@ def test_a_banned_token_never_comes_out_however_likely():
     """E4: a bias of -100 is a ban, not a summand."""
     processor = LogitProcessor(SamplingParams(logit_bias={0: -100, 1: 100}), prompt_token_ids=[0])
     assert applied(processor, np.array([[1e6, 0.0, 0.0]]), []).tolist() == [[-math.inf, 100.0, 0.0]]
+
+
+def test_a_bad_sequence_that_began_in_the_prompt_may_end():
+    sampling = SamplingParams(bad_token_sequences=[[0, 1]])
+    processor = LogitProcessor(sampling, prompt_token_ids=[0])
+    assert applied(processor, np.zeros((2, 2)), [0]).tolist() == [[0.0, 0.0], [0.0, -math.inf]]
 
 
 def test_other_requests_get_no_processor():
