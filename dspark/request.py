@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Integral, Real
@@ -18,6 +18,11 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LEN = 1024  # characters; the search tables grow with it
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_LISTED_TOKEN_IDS = 8192  # of allowed_token_ids and bad_token_ids
+MAX_BAD_SEQUENCES = 512
+BANNING_BIAS = -100.0  # a logit bias that means "never", whatever the logit
+MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_TOKENS = 64  # no drafter is trained for more, and a round's cost grows with it
 
 
@@ -46,11 +51,24 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    # What changes the target's logits, in this order; see `speculation/logit_processing.py`.
+    repetition_penalty: float = 1.0  # of tokens in prompt and output: logits above 0 divided, others multiplied by it
+    frequency_penalty: float = 0.0  # taken off once for every time that a token was put out, in [-2, 2]
+    presence_penalty: float = 0.0  # taken off every token that was put out, in [-2, 2]
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added, in [-100, 100]; -100 bans
+    bad_token_ids: tuple[int, ...] = ()  # never come out
+    bad_token_sequences: tuple[tuple[int, ...], ...] = ()  # never come out as a whole; the last token is what is banned
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else comes out; None is off
+    logprobs: int | None = None  # with every token its log-probability and so many of the likeliest; None: neither
     num_draft_tokens: int | None = None  # drafted tokens a round at most, in place of the engine's; 0: plain decoding
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "bad_token_ids", tuple(self.bad_token_ids))
+        object.__setattr__(self, "bad_token_sequences", tuple(tuple(s) for s in self.bad_token_sequences))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _check_number("temperature", self.temperature, low=0.0)
         _check_number("top_p", self.top_p, low=0.0, high=1.0)
         if self.top_p == 0.0:
@@ -67,26 +85,91 @@ class SamplingParams:
                 param="min_tokens",
             )
         self._check_stops()
+        self._check_logits()
+
+    def _check_logits(self) -> None:
+        _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
+        _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_integer("logprobs", self.logprobs, low=0, high=MAX_TOP_LOGPROBS)
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias ({reprlib.repr(self.logit_bias)}) must map token ids to numbers", param="logit_bias"
+            )
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids is empty, so that nothing could come out; leave it out", param="allowed_token_ids"
+            )
+        for name, token_ids, limit in (
+            ("logit_bias", self.logit_bias, MAX_LOGIT_BIASES),
+            ("bad_token_ids", self.bad_token_ids, MAX_LISTED_TOKEN_IDS),
+            ("allowed_token_ids", self.allowed_token_ids or (), MAX_LISTED_TOKEN_IDS),
+        ):
+            _check_count(name, len(token_ids), limit)
+            _check_token_ids(name, token_ids)
+        _check_count("bad_token_sequences", len(self.bad_token_sequences), MAX_BAD_SEQUENCES)
+        for token_ids in self.bad_token_sequences:
+            if not 1 <= len(token_ids) <= MAX_STOP_STRING_LEN:
+                raise RequestError(
+                    f"bad_token_sequences holds one of {len(token_ids)} tokens; 1 to {MAX_STOP_STRING_LEN} are allowed",
+                    param="bad_token_sequences",
+                )
+            _check_token_ids("bad_token_sequences", token_ids)
+        for bias in self.logit_bias.values():
+            _check_number("logit_bias", bias, low=BANNING_BIAS, high=-BANNING_BIAS)
 
     def _check_stops(self) -> None:
         for name, values, limit in (
             ("stop", self.stop, MAX_STOP_STRINGS),
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
         ):
-            if len(values) > limit:
-                raise RequestError(f"{name} has {len(values)} entries, at most {limit} are allowed", param=name)
+            _check_count(name, len(values), limit)
         for text in self.stop:
             if not isinstance(text, str) or not text or len(text) > MAX_STOP_STRING_LEN:
                 raise RequestError(
                     f"stop ({reprlib.repr(text)}) must hold strings of 1 to {MAX_STOP_STRING_LEN} characters",
                     param="stop",
                 )
-        for token_id in self.stop_token_ids:
-            _check_integer("stop_token_ids", token_id, low=0)
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what a token may still do depends on the text so far."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """The tokens that never come out: the bad ones and those with the banning bias."""
+        biased = (i for i, bias in self.logit_bias.items() if bias == BANNING_BIAS)
+        return frozenset(self.bad_token_ids).union(biased, *(s for s in self.bad_token_sequences if len(s) == 1))
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but temperature and its filters stands between the target's logits and the draw."""
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.bad_token_ids
+            or self.bad_token_sequences
+            or self.allowed_token_ids is not None
+        )
+
+
+def _check_count(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(f"{name} has {count} entries, at most {limit} are allowed", param=name)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int]) -> None:
+    if all(type(token_id) is int and token_id >= 0 for token_id in token_ids):  # a long list, and each choice's again
+        return
+    for token_id in token_ids:
+        _check_integer(name, token_id, low=0)
 
 
 def _check_number(name: str, value: float, *, low: float, high: float = math.inf) -> None:
@@ -97,7 +180,7 @@ def _check_number(name: str, value: float, *, low: float, high: float = math.inf
 
 
 def _check_integer(name: str, value: int | None, *, low: int, high: int | None = None) -> None:
-    if value is None and name in ("seed", "max_tokens", "num_draft_tokens"):
+    if value is None and name in ("seed", "max_tokens", "num_draft_tokens", "logprobs"):
         return
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < low or (high is not None and value > high):  # type: ignore[operator]
@@ -140,6 +223,15 @@ class SpeculationStats:
         return SpeculationStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """How likely the target found a token that came out, before anything the request asks for was applied."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs, in descending order
+
+
 @dataclass(kw_only=True)
 class RequestOutput:
     """What one engine step adds to one request. `text` may be empty while characters are held back."""
@@ -147,6 +239,7 @@ class RequestOutput:
     request_id: str
     text: str = ""  # new text since the last output
     token_ids: list[int] = field(default_factory=list)  # new tokens since the last output
+    logprobs: list[TokenLogprobs] | None = None  # of these tokens, where the request asks for them
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # set with FinishReason.ERROR

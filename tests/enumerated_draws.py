@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.request import SamplingParams
+from dspark.speculation.logit_processing import logit_processor
 from dspark.speculation.proposal import Draft
 from dspark.speculation.verification import Pick, VerificationResult, VerificationRow, verify_batch
 
@@ -70,6 +71,7 @@ def verification_law(
     method: str,
     sampling: SamplingParams | None = None,
     is_deterministic: bool = False,
+    prompt: Sequence[int] = (0,),
 ) -> tuple[np.ndarray, dict[tuple[int, ...], float]]:
     """Return the exact law of the accepted length [length + 1], and of the emitted prefixes.
 
@@ -91,7 +93,8 @@ def verification_law(
             sampling=sampling or SamplingParams(),
             seed=0,
             method=method,
-            anchor_position=0,
+            anchor_position=len(prompt) - 1,
+            logit_processor=logit_processor(sampling or SamplingParams(), prompt_token_ids=prompt),
         )
 
         def verify(draws, logits=logits, row=row):  # type: ignore[no-untyped-def]

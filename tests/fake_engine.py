@@ -49,7 +49,7 @@ class FakeEngine:
         self.vocab_size = VOCAB_SIZE
         self.tokenizer = tokenizer or byte_level_tokenizer()
         self.metrics = EngineMetrics(self.model_name)
-        unset = {"temperature": None, "top_p": None, "top_k": None, "min_p": None}
+        unset = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
         self.generation_defaults = SimpleNamespace(**{"eos_token_ids": frozenset({EOS_ID})} | unset | (defaults or {}))
         self.gate = threading.Event()
         self.gate.set()

@@ -18,6 +18,11 @@ from dspark.request import SamplingParams, SpeculationStats
         ("top_k", -2), ("top_k", 1.5), ("seed", 2**63), ("seed", 1.0), ("max_tokens", 0), ("max_tokens", -1),
         ("min_tokens", -1), ("num_draft_tokens", -1), ("num_draft_tokens", 65), ("stop", ("",)), ("stop", ("a",) * 17),
         ("stop", (3,)),
+        ("presence_penalty", 2.5), ("frequency_penalty", math.nan), ("repetition_penalty", 0.0), ("logprobs", 21),
+        ("logit_bias", {-1: 1.0}), ("logit_bias", {1: 100.5}), ("logit_bias", {1: math.nan}), ("logit_bias", [1]),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)), ("bad_token_ids", (-1,)), ("allowed_token_ids", ()),
+        ("allowed_token_ids", ("a",)), ("bad_token_sequences", ((),)), ("bad_token_sequences", ((1, -1),)),
+        ("bad_token_sequences", ((1, 2),) * 513),
         ("stop", ("x" * 1025,)), ("stop_token_ids", (1,) * 1025), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
     ],
 )  # fmt: skip
@@ -35,6 +40,13 @@ def test_min_tokens_above_max_tokens_is_refused():
 
 def test_one_stop_string_may_stand_alone():
     assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_a_bias_of_minus_100_bans_and_a_smaller_one_does_not():
+    params = SamplingParams(
+        logit_bias={3: -100, 4: -99.9, 5: 100}, bad_token_ids=[7], bad_token_sequences=[[8], [9, 10]]
+    )
+    assert params.banned_token_ids == {3, 7, 8}
 
 
 @pytest.mark.parametrize(("temperature", "is_greedy"), [(0.0, True), (1e-10, True), (1e-6, True), (1e-3, False)])

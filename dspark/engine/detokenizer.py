@@ -47,12 +47,16 @@ class Detokenizer(Protocol):
 
 def create_detokenizer(tokenizer: HasBackend, *, skip_special_tokens: bool) -> Detokenizer:
     """Return the detokenizer that suits the tokenizer's decoder."""
-    table = _tables.get(tokenizer)
-    if table is None:
-        table = _tables[tokenizer] = _TokenTable(tokenizer.backend)
+    table = _table_of(tokenizer)
     if table.is_byte_level:
         return _ByteLevelDetokenizer(table, skip_special_tokens=skip_special_tokens)
     return _WindowDetokenizer(table, skip_special_tokens=skip_special_tokens)
+
+
+def token_bytes(tokenizer: HasBackend, token_id: int) -> bytes:
+    """Return the UTF-8 bytes that a token adds to a text it stands in; perhaps only parts of characters."""
+    table = _table_of(tokenizer)
+    return table.token_bytes(token_id) if table.is_byte_level else table.inner_bytes(token_id)
 
 
 class _TokenTable:
@@ -80,6 +84,20 @@ class _TokenTable:
             self._bytes[token_id] = token_bytes
         return token_bytes
 
+    def inner_bytes(self, token_id: int) -> bytes:
+        """Return what any other token adds to a text that it does not begin; none for an id without a token."""
+        token_bytes = self._bytes.get(token_id)
+        if token_bytes is None:
+            token_bytes = self.fallback_byte(token_id)
+            if token_bytes is None and self.backend.id_to_token(token_id) is None:
+                token_bytes = b""
+            if token_bytes is None:
+                # Behind a neighbour, itself, since decoders drop the space that begins a text.
+                alone, twice = (self.backend.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+                token_bytes = twice[len(alone) :].encode()
+            self._bytes[token_id] = token_bytes
+        return token_bytes
+
     def fallback_byte(self, token_id: int) -> bytes | None:
         """Return the byte of a byte-fallback token, None for any other token."""
         if not self._has_byte_fallback:
@@ -89,6 +107,13 @@ class _TokenTable:
 
 
 _tables: WeakKeyDictionary[HasBackend, _TokenTable] = WeakKeyDictionary()
+
+
+def _table_of(tokenizer: HasBackend) -> _TokenTable:
+    table = _tables.get(tokenizer)
+    if table is None:
+        table = _tables[tokenizer] = _TokenTable(tokenizer.backend)
+    return table
 
 
 class _ByteLevelDetokenizer:

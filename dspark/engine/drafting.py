@@ -382,5 +382,6 @@ def _draft_context(sequence: RequestSequence, num_draft_tokens: int, *, joins_pa
         num_draft_tokens=num_draft_tokens,
         page_ids=sequence.page_ids,
         page_serials=sequence.page_serials,
+        logit_processor=sequence.logit_processor,
         joins_pass=joins_pass,
     )

@@ -25,6 +25,7 @@ from dspark.errors import RequestError
 from dspark.metrics import STEP_PHASES, EngineMetrics
 from dspark.models.tokenizer import GenerationDefaults, Tokenizer
 from dspark.request import FinishReason, Request, RequestOutput
+from dspark.speculation.logit_processing import logit_processor
 from dspark.speculation.planner import Planner
 from dspark.speculation.proposal import NO_DRAFT, Draft, Proposer
 from dspark.speculation.verification import VerificationResult, VerificationRow, verify_batch
@@ -94,6 +95,7 @@ class Engine:
             request,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
+            eos_token_ids=self.generation_defaults.eos_token_ids,
             max_draft_tokens=None if self.drafting is None else self.drafting.proposer.max_draft_tokens,
         )
 
@@ -123,6 +125,7 @@ class Engine:
             max_draft_tokens=max_draft_tokens,
             masked_token_ids=output.end_token_ids,
             seed=request_seed(request),
+            logit_processor=logit_processor(sampling, prompt_token_ids=request.prompt_token_ids),
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
@@ -243,11 +246,12 @@ class Engine:
         if row.is_round:
             self._count_round(sequence, row.draft, result.num_accepted, len(token_ids))
         self.metrics.generation_tokens.inc(len(token_ids))
-        sequence.token_ids.extend(token_ids)
+        sequence.commit(token_ids)
         sequence.num_computed += min(result.num_accepted, len(token_ids))
 
         output = sequence.make_output()
         output.text, output.token_ids = appended.text, token_ids
+        output.logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
         output.finish_reason, output.stop_reason = appended.finish_reason, appended.stop_reason
         self._pending_outputs.append(output)
         if sequence.first_token_time is None:
@@ -379,4 +383,5 @@ def _verification_row(row: ScheduledRow) -> VerificationRow:
         anchor_position=len(sequence.token_ids) - 1,
         min_tokens_left=max(0, sequence.request.sampling.min_tokens - sequence.num_output_tokens),
         masked_token_ids=sequence.masked_token_ids,
+        logit_processor=sequence.logit_processor,
     )

@@ -20,7 +20,7 @@ from dspark.config import (
 from dspark.engine.build import load_engine
 from dspark.engine.engine import Engine
 from dspark.errors import RequestError
-from dspark.request import FinishReason, Request, RequestOutput, SamplingParams, SpeculationStats
+from dspark.request import FinishReason, Request, RequestOutput, SamplingParams, SpeculationStats, TokenLogprobs
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -39,6 +39,7 @@ class Completion:
     stop_reason: int | str | None  # the stop token id or stop string that ended it
     num_cached_tokens: int  # prompt tokens whose KV was reused
     speculation: SpeculationStats
+    logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, where the request asks for them
     ttft_s: float  # from the call of `generate` to the first token, waiting included
     latency_s: float  # to the last token
 
@@ -183,6 +184,7 @@ class _Gathered:
     prompt: str | None
     text: str = ""
     token_ids: list[int] | None = None
+    logprobs: list[TokenLogprobs] | None = None
     last: RequestOutput | None = None
     ttft_s: float = 0.0
     latency_s: float = 0.0
@@ -192,6 +194,8 @@ class _Gathered:
             self.token_ids, self.ttft_s = [], elapsed_s
         self.text += output.text
         self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *output.logprobs]
         self.last, self.latency_s = output, elapsed_s
 
     def completion(self) -> Completion:
@@ -208,6 +212,7 @@ class _Gathered:
             stop_reason=last.stop_reason,
             num_cached_tokens=last.num_cached_tokens,
             speculation=last.speculation,
+            logprobs=self.logprobs,
             ttft_s=self.ttft_s,
             latency_s=self.latency_s,
         )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from dspark.engine.output import OutputProcessor
 from dspark.engine.page_allocator import ROOT_HASH, PageAllocator, page_hash
 from dspark.request import Request, RequestOutput, SpeculationStats
 from dspark.speculation.proposal import NO_DRAFT, Draft
+
+if TYPE_CHECKING:  # policy runs without torch
+    from dspark.speculation.logit_processing import LogitProcessor
 
 
 @dataclass(kw_only=True, eq=False)  # compared by identity: the scheduler looks sequences up in its lists
@@ -26,6 +30,7 @@ class Sequence:
     max_draft_tokens: int  # of the request and the settings, before any limit of the moment
     masked_token_ids: frozenset[int]  # must not come out before min_tokens
     seed: int
+    logit_processor: LogitProcessor | None = None  # None: the target's logits are used as they are
     num_computed: int = 0  # leading tokens whose KV is in the pages
     page_ids: list[int] = field(default_factory=list)
     page_serials: list[int] = field(default_factory=list)
@@ -58,6 +63,12 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_uncomputed == 1 and self.num_output_tokens > 0
+
+    def commit(self, token_ids: list[int]) -> None:
+        """Append tokens that are decided."""
+        self.token_ids.extend(token_ids)
+        if self.logit_processor is not None:
+            self.logit_processor.follow(self.token_ids)
 
     def hashes(self, num_pages: int, page_size: int) -> list[bytes]:
         """Return the content hashes of the first `num_pages` full pages of committed tokens."""

@@ -266,6 +266,7 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def sampling_values(self) -> dict[str, Any]:
         """Return the sampling values that the model names, by the names of `SamplingParams`."""
@@ -297,6 +298,7 @@ def load_generation_defaults(folder: Path) -> GenerationDefaults:
         top_p=_number(generation, "top_p", path),
         top_k=_integer(generation, "top_k", path),
         min_p=_number(generation, "min_p", path),
+        repetition_penalty=_number(generation, "repetition_penalty", path),
     )
 
 

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspark.request import FinishReason, Request, RequestOutput
+from dspark.engine.detokenizer import HasBackend
+from dspark.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from dspark.serving.logprobs import LogprobsWriter
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -26,8 +28,11 @@ class _Choice:
 
     index: int
     prompt_token_ids: Sequence[int]
+    echo: str  # comes before its text
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs_writer: LogprobsWriter
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -35,17 +40,31 @@ class _Choice:
 
 
 class Answer:
-    """The answer to one call, built from the outputs of `requests`, which are in the order of the choices."""
+    """The answer to one call, built from the outputs of `requests`, which are in the order of the choices.
+
+    `echoes` are texts that begin the choices: the prompts, where the call wants them back.
+    """
 
     def __init__(
-        self, call: CompletionRequest | ChatCompletionRequest, requests: Sequence[Request], *, answer_id: str
+        self,
+        call: CompletionRequest | ChatCompletionRequest,
+        requests: Sequence[Request],
+        *,
+        answer_id: str,
+        tokenizer: HasBackend,
+        echoes: Sequence[str] = (),
     ) -> None:
         self._call = call
         self._is_chat = isinstance(call, ChatCompletionRequest)
         self._id = answer_id
         self._created = int(time.time())
         self._choices = {
-            request.request_id: _Choice(index=index, prompt_token_ids=request.prompt_token_ids)
+            request.request_id: _Choice(
+                index=index,
+                prompt_token_ids=request.prompt_token_ids,
+                echo=echoes[index] if echoes else "",
+                logprobs_writer=LogprobsWriter(tokenizer, is_chat=self._is_chat),
+            )
             for index, request in enumerate(requests)
         }
 
@@ -54,6 +73,7 @@ class Answer:
         choice = self._choices[output.request_id]
         choice.texts.append(output.text)
         choice.token_ids.extend(output.token_ids)
+        choice.logprobs.extend(output.logprobs or ())
         choice.num_cached_tokens = output.num_cached_tokens
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
 
@@ -61,16 +81,18 @@ class Answer:
         """Return the whole answer."""
         choices = []
         for choice in self._choices.values():
-            text = "".join(choice.texts)
+            text = choice.echo + "".join(choice.texts)
             content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
-            choices.append(self._choice_fields(choice, content, choice.token_ids, has_prompt=True))
+            fields = self._choice_fields(choice, content, choice.token_ids, choice.logprobs, has_prompt=True)
+            choices.append(fields)
         name = "chat.completion" if self._is_chat else "text_completion"
         return to_json({**self._head(name), "choices": choices, "usage": self._usage()})
 
     def events(self, output: RequestOutput) -> Iterator[bytes]:
         """Take in one output and return its event; none when it holds nothing that the client asked for."""
         self.add(output)
-        has_tokens = output.token_ids and (self._call.return_token_ids or self._call.has_continuous_usage)
+        wants_tokens = self._call.return_token_ids or self._call.has_continuous_usage or output.logprobs is not None
+        has_tokens = output.token_ids and wants_tokens
         if output.text or has_tokens or output.finish_reason is not None:
             yield to_event(self._chunk(self._choices[output.request_id], output))
 
@@ -86,11 +108,11 @@ class Answer:
 
     def _chunk(self, choice: _Choice, output: RequestOutput) -> dict[str, Any]:
         is_first, choice.is_begun = not choice.is_begun, True
-        content: dict[str, Any] = {"text": output.text}
+        content: dict[str, Any] = {"text": choice.echo + output.text if is_first else output.text}
         if self._is_chat:
             role = {"role": "assistant"} if is_first else {}
             content = {"delta": {**role, "content": output.text}}
-        fields = self._choice_fields(choice, content, output.token_ids, has_prompt=is_first)
+        fields = self._choice_fields(choice, content, output.token_ids, output.logprobs or (), has_prompt=is_first)
         chunk = {**self._head(self._chunk_name), "choices": [fields]}
         if self._call.has_continuous_usage:
             chunk["usage"] = self._usage()
@@ -102,12 +124,19 @@ class Answer:
         return {"id": self._id, "object": name, "created": self._created, "model": self._call.model}
 
     def _choice_fields(
-        self, choice: _Choice, content: dict[str, Any], token_ids: Sequence[int], *, has_prompt: bool
+        self,
+        choice: _Choice,
+        content: dict[str, Any],
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        *,
+        has_prompt: bool,
     ) -> dict[str, Any]:
+        has_logprobs = self._call.num_top_logprobs is not None
         fields = {
             "index": choice.index,
             **content,
-            "logprobs": None,
+            "logprobs": choice.logprobs_writer.write(logprobs) if has_logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }

@@ -149,7 +149,9 @@ class _Api:
         is_chat = isinstance(call, ChatCompletionRequest)
         answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         requests: list[Request] = []
-        for prompt_token_ids in self._prompts(call):
+        prompts = self._prompts(call)
+        bad_token_sequences = self._bad_token_sequences(call)
+        for prompt_token_ids in prompts:
             # The context end is no mistake of a client that names no limit.
             room = self._engine.max_model_len - len(prompt_token_ids)
             default_max_tokens = None if is_chat or room < 1 else min(DEFAULT_COMPLETION_MAX_TOKENS, room)
@@ -158,13 +160,18 @@ class _Api:
                     request_id=f"{answer_id}-{len(requests)}",
                     prompt_token_ids=prompt_token_ids,
                     sampling=call.sampling_params(
-                        self._engine.generation_defaults, choice=choice, default_max_tokens=default_max_tokens
+                        self._engine.generation_defaults,
+                        choice=choice,
+                        default_max_tokens=default_max_tokens,
+                        bad_token_sequences=bad_token_sequences,
                     ),
                 )
                 if choice == 0:  # the others differ in their seed alone
                     self._validate(request, is_chat=is_chat)
                 requests.append(request)
-        return call, requests, Answer(call, requests, answer_id=answer_id)
+        echoes = self._echoes(call, prompts)
+        answer = Answer(call, requests, answer_id=answer_id, tokenizer=self._engine.tokenizer, echoes=echoes)
+        return call, requests, answer
 
     def _validate(self, request: Request, *, is_chat: bool) -> None:
         try:
@@ -186,6 +193,23 @@ class _Api:
                 )
             ]
         return [prompt if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in call.prompt]
+
+    def _bad_token_sequences(self, call: CompletionRequest | ChatCompletionRequest) -> list[tuple[int, ...]]:
+        """Return the tokens of each bad word, as it begins a text and as it follows a space."""
+        encode = self._engine.tokenizer.encode
+        spellings = [text for word in call.bad_words for text in (word, f" {word}")]
+        sequences = [tuple(encode(text, add_special_tokens=False)) for text in spellings]
+        return list(dict.fromkeys(sequence for sequence in sequences if sequence))
+
+    def _echoes(self, call: CompletionRequest | ChatCompletionRequest, prompts: list[list[int]]) -> list[str]:
+        """Return the prompt's text for each choice of a call that wants it back, else nothing."""
+        if isinstance(call, ChatCompletionRequest) or not call.echo:
+            return []
+        decode = self._engine.tokenizer.decode
+        texts = [
+            prompt if isinstance(prompt, str) else decode(ids) for prompt, ids in zip(call.prompt, prompts, strict=True)
+        ]
+        return [text for text in texts for _ in range(call.n)]
 
     def _check_model(self, model: str) -> None:
         if model != self._engine.model_name:

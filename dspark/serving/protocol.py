@@ -9,78 +9,25 @@ from __future__ import annotations
 import difflib
 import hashlib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
 from dspark.errors import RequestError
-from dspark.request import MAX_SEED, SamplingParams
+from dspark.request import MAX_SEED, MAX_STOP_STRING_LEN, MAX_TOP_LOGPROBS, SamplingParams
+from dspark.serving.unsupported_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, NEUTRAL_MESSAGE, drop_neutral
 
 MAX_CHOICES = 128  # `n`, the OpenAI API's limit
 MAX_SEQUENCES = 1024  # choices of one call: prompts times n
 DEFAULT_COMPLETION_MAX_TOKENS = 16  # the OpenAI API's default for /v1/completions; chats run to the context end
 
-# Values that ask for nothing, by unsupported field.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "prompt_logprobs": (None,),
-    "use_beam_search": (None, False),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "truncate_prompt_tokens": (None,),
-    "spaces_between_special_tokens": (None, True),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "priority": (None, 0),
-    "store": (None, False),
-    "metadata": (None, {}),
-    "service_tier": (None, "auto", "default"),
-}
-_NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
-    **_NEUTRAL,
-    "logprobs": (None,),
-    "echo": (None, False),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-}
-_NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
-    **_NEUTRAL,
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "echo": (None, False),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),  # without tools both mean none
-    "parallel_tool_calls": (None, True, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-    "continue_final_message": (None, False),
-    "chat_template": (None,),
-    "documents": (None, []),
-}
+_SAMPLING_VALUES = (
+    *("stop", "stop_token_ids", "min_tokens", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "bad_token_ids", "allowed_token_ids"),
+)
 _SAMPLING_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-
-# What clients send back when they repeat an assistant's message.
-_NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "tool_calls": (None, []),
-    "function_call": (None,),
-    "refusal": (None,),
-    "audio": (None,),
-    "annotations": (None, []),
-    "reasoning_content": (None,),
-}
-
 
 # For kinds of errors whose own text speaks of Python.
 _IN_JSON_WORDS = {
@@ -91,6 +38,7 @@ _IN_JSON_WORDS = {
     "list_type": "must be an array",
 }
 MAX_SHOWN_PATH = 100
+MAX_TOKEN_ID_DIGITS = 18
 
 
 class SamplingDefaults(Protocol):
@@ -104,6 +52,8 @@ class SamplingDefaults(Protocol):
     def top_k(self) -> int | None: ...
     @property
     def min_p(self) -> float | None: ...
+    @property
+    def repetition_penalty(self) -> float | None: ...
 
 
 class _Model(BaseModel):
@@ -140,6 +90,27 @@ def _stops(value: Any) -> tuple[str, ...]:
     raise PydanticCustomError("stop", "must be a string or a list of strings")
 
 
+def _bad_words(value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, list) and _is_list_of(value, str) and all(0 < len(w) <= MAX_STOP_STRING_LEN for w in value):
+        return value
+    raise PydanticCustomError("bad_words", f"must be a list of strings of 1 to {MAX_STOP_STRING_LEN} characters")
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """Read the ids, which JSON can only write as text, as numbers."""
+    if value is None:
+        return {}
+    if isinstance(value, dict) and all(_is_token_id(key) and type(bias) in (int, float) for key, bias in value.items()):
+        return {int(key): bias for key, bias in value.items()}
+    raise PydanticCustomError("logit_bias", "must be an object of numbers by token id")
+
+
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= MAX_TOKEN_ID_DIGITS
+
+
 def _or_default(default: Any) -> BeforeValidator:
     """Read null as the default, as the API does."""
     return BeforeValidator(lambda value: default if value is None else value)
@@ -169,6 +140,13 @@ class _GenerationRequest(_Model):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: Annotated[float, _or_default(0.0)] = 0.0
+    frequency_penalty: Annotated[float, _or_default(0.0)] = 0.0
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = {}
+    bad_token_ids: Annotated[list[int], _or_default([])] = []
+    bad_words: Annotated[list[str], PlainValidator(_bad_words)] = []
+    allowed_token_ids: list[int] | None = None
     seed: int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
     stop_token_ids: Annotated[list[int], _or_default([])] = []
@@ -196,6 +174,11 @@ class _GenerationRequest(_Model):
         return self.max_tokens
 
     @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens go with every token's own log-probability; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -204,20 +187,28 @@ class _GenerationRequest(_Model):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def sampling_params(
-        self, defaults: SamplingDefaults, *, choice: int = 0, default_max_tokens: int | None = None
+        self,
+        defaults: SamplingDefaults,
+        *,
+        choice: int = 0,
+        default_max_tokens: int | None = None,
+        bad_token_sequences: Sequence[Sequence[int]] = (),
     ) -> SamplingParams:
         """Return the parameters of one choice: the request's, else the model's defaults, else our own.
 
+        `bad_token_sequences` are the tokens of its bad words.
         Choices of a seeded request get seeds of their own; choice 0 gets the request's. Raises `RequestError`.
         """
         values: dict[str, Any] = {
             "seed": _choice_seed(self.seed, choice),
             "max_tokens": default_max_tokens if self.token_limit is None else self.token_limit,
             "num_draft_tokens": self.speculation.num_draft_tokens if self.speculation else None,
+            "logprobs": self.num_top_logprobs,
+            "bad_token_sequences": bad_token_sequences,
         }
-        for name in ("stop", "stop_token_ids", "min_tokens", *_SAMPLING_FLAGS):
+        for name in (*_SAMPLING_VALUES, *_SAMPLING_FLAGS):
             values[name] = getattr(self, name)
-        for name in ("temperature", "top_p", "top_k", "min_p"):
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             value = getattr(defaults, name) if value is None else value
             if value is not None:
@@ -232,18 +223,29 @@ class _GenerationRequest(_Model):
     @property
     def wire_names(self) -> dict[str, str]:
         """Names of fields, by the sampling parameter that they set, where the two differ."""
-        return {"num_draft_tokens": "speculation.num_draft_tokens"}
+        return {"num_draft_tokens": "speculation.num_draft_tokens", "bad_token_sequences": "bad_words"}
 
 
 class CompletionRequest(_GenerationRequest):
     """Body of POST /v1/completions."""
 
-    neutral = _NEUTRAL_COMPLETION
+    neutral = NEUTRAL_COMPLETION
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    logprobs: int | None = None  # how many of the likeliest tokens to list
+    echo: Annotated[bool, _or_default(False)] = False  # the prompt begins the text
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
 
     def check(self) -> None:
         super().check()
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "echo with logprobs is not supported, for the prompt has no log-probabilities; leave one of them out",
+                param="echo",
+            )
         if len(self.prompt) * self.n > MAX_SEQUENCES:
             raise RequestError(
                 f"{len(self.prompt)} prompts with n {self.n} are more than {MAX_SEQUENCES} completions; send fewer",
@@ -261,7 +263,7 @@ class TextPart(_Model):
 class ChatMessage(_Model):
     """One message. Which roles exist is the chat template's business."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_MESSAGE
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_MESSAGE
 
     role: str
     content: str | list[TextPart]
@@ -277,12 +279,18 @@ class ChatMessage(_Model):
 class ChatCompletionRequest(_GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
-    neutral = _NEUTRAL_CHAT
+    neutral = NEUTRAL_CHAT
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None  # the newer name of max_tokens
     add_generation_prompt: Annotated[bool, _or_default(True)] = True
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: Annotated[bool, _or_default(False)] = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _or_default(0)] = 0
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -295,6 +303,10 @@ class ChatCompletionRequest(_GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                f"top_logprobs ({self.top_logprobs}) needs logprobs; set logprobs to true", param="top_logprobs"
+            )
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise RequestError(
@@ -314,29 +326,18 @@ def parse_body(body: bytes, kind: type[RequestT]) -> RequestT:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RequestError(f"the body must be a JSON object, not {_json_type(fields)}")
-    _drop_neutral(fields, kind.neutral)
+    drop_neutral(fields, kind.neutral)
     messages = fields.get("messages")
     if isinstance(messages, list):
         for index, message in enumerate(messages):
             if isinstance(message, dict):
-                _drop_neutral(message, ChatMessage.neutral, prefix=f"messages[{index}].")
+                drop_neutral(message, ChatMessage.neutral, prefix=f"messages[{index}].")
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
         raise _request_error(error, kind) from error
     request.check()
     return request
-
-
-def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
-    """Take unsupported fields out of `fields`, or raise `RequestError` when one asks for something."""
-    for name in [name for name in fields if name in neutral]:
-        value = fields.pop(name)
-        # A bool equals 0 or 1 in Python, but not in JSON.
-        if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral[name]):
-            raise RequestError(
-                f"{prefix}{name} ({_short(value)}) is not supported; leave it out", param=f"{prefix}{name}"
-            )
 
 
 def _request_error(error: ValidationError, kind: type[_GenerationRequest]) -> RequestError:

@@ -5,6 +5,7 @@ Legend: M drafts, V target vocabulary, Vd ids the drafter's head has, k length o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -58,13 +59,15 @@ def draw_next(
     """Append one proposal to each draft; False, and nothing appended, where its logits are unusable.
 
     Greedy requests get the argmax, coupled ones the winner of a race under the target's own noise, the others a draw
-    with the noise of proposals. Ids at or above V are never proposed. Synchronises once per kind of request, and once
-    per coupled request.
+    with the noise of proposals; before that the logits are changed as the request asks of the target's. Ids at or above
+    V are never proposed. Synchronises once per kind of request, and once per coupled request.
     """
     assert logits.dtype == torch.float32 and len(drafts) == logits.shape[0], (logits.dtype, logits.shape, len(drafts))
     if target_ids is None:
         logits = logits[:, :vocab_size]  # padding rows of the head go before any argmax or softmax
     contexts = [draft.context for draft in drafts]
+    if any(context.logit_processor is not None for context in contexts):
+        logits = _processed(drafts, logits, vocab_size, target_ids)
     greedy = [i for i, c in enumerate(contexts) if c.sampling.is_greedy or (takes_argmax and not c.is_coupled)]
     sampled = sorted(set(range(len(drafts))) - set(greedy))
     drawn = [INVALID_TOKEN] * len(drafts)
@@ -80,6 +83,23 @@ def draw_next(
             assert 0 <= token_id < vocab_size, (token_id, vocab_size)
             draft.token_ids.append(token_id)
     return [token_id != INVALID_TOKEN for token_id in drawn]
+
+
+def _processed(drafts: Sequence[OpenDraft], logits: Tensor, vocab_size: int, target_ids: Tensor | None) -> Tensor:
+    """Return the logits with the changes that each request asks of the target's, for what it draws to be accepted.
+
+    Where these leave no id that the drafter has, it draws as if there were none.
+    """
+    columns = torch.arange(logits.shape[1], device=logits.device) if target_ids is None else target_ids
+    changed = logits.clone()
+    for i, draft in enumerate(drafts):
+        processor = draft.context.logit_processor
+        if processor is not None:
+            row = logits.new_full((1, vocab_size), -math.inf).index_copy_(1, columns, logits[i : i + 1])
+            processor.apply_(row, draft.token_ids)
+            row = row.index_select(1, columns)
+            changed[i] = torch.where(row.amax().isfinite(), row[0], logits[i])
+    return changed
 
 
 def _rows(logits: Tensor, indices: list[int]) -> Tensor:

@@ -14,6 +14,8 @@ from dspark.request import SamplingParams
 if TYPE_CHECKING:  # the engine's policy (scheduler, sequence) runs without torch
     from torch import Tensor
 
+    from dspark.speculation.logit_processing import LogitProcessor
+
 
 @dataclass(frozen=True, kw_only=True)
 class DraftContext:
@@ -27,6 +29,8 @@ class DraftContext:
     num_draft_tokens: int  # propose at most this many, at least 1
     page_ids: Sequence[int]  # covers len(token_ids) + num_draft_tokens positions
     page_serials: Sequence[int]  # [len(page_ids)] changes whenever the page gets a new owner and content
+    # What changes the target's logits. A proposer may ignore it, or apply it to its own for more accepted tokens.
+    logit_processor: LogitProcessor | None = None
     joins_pass: bool = True  # may take part in the costly pass of a proposer that has one (`Proposer.has_pass`)
 
 

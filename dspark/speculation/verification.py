@@ -7,13 +7,14 @@ length 0. Legend: N rows of logits, M requests that draw a token, V vocabulary, 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dspark.request import SamplingParams
+from dspark.request import SamplingParams, TokenLogprobs
+from dspark.speculation.logit_processing import LogitProcessor
 from dspark.speculation.noise import KeyedNoise, NoisePurpose
 from dspark.speculation.proposal import Draft
 from dspark.speculation.sampling import (
@@ -24,6 +25,7 @@ from dspark.speculation.sampling import (
     sample_tokens,
     target_probs,
 )
+from dspark.speculation.token_logprobs import token_logprobs
 
 INVALID_LOGITS_ERROR = "the model returned logits without a finite maximum (NaN or infinity) for this request"
 
@@ -39,6 +41,7 @@ class VerificationRow:
     anchor_position: int  # absolute; logits row k speaks of position anchor_position + 1 + k
     min_tokens_left: int = 0  # in the first so many rows `masked_token_ids` are impossible
     masked_token_ids: Collection[int] = ()  # end-of-sequence and stop ids while min_tokens is not reached
+    logit_processor: LogitProcessor | None = None  # has followed the text up to the anchor; None changes nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class VerificationResult:
     num_accepted: int
     token_ids: list[int]  # num_accepted + 1
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, where the request asks for them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +116,22 @@ def verify_batch(
 ) -> list[VerificationResult]:
     """Verify the drafts of all requests of a step and return one result each, in order.
 
-    Takes the logits over: masked ids are overwritten in place. Synchronises a fixed number of times for greedy,
-    rejection and block rows, once per emitted token for coupled ones. `draws` is keyed noise unless given.
+    Every row of logits is first changed as its request asks, in place (the logits are taken over), so that all judging
+    and drawing sees one and the same vector, whatever the rule. Log-probabilities speak of the logits before that.
+    Synchronises a fixed number of times for greedy, rejection and block rows, once per emitted token for coupled ones.
+    `draws` is keyed noise unless given.
     """
     starts = [0]
     for row in rows:
         starts.append(starts[-1] + 1 + len(row.draft.token_ids))
     assert logits.dim() == 2 and logits.shape[0] == starts[-1], (logits.shape, starts)
-    for row, start, end in zip(rows, starts, starts[1:], strict=False):
+    raw: dict[int, Tensor] = {}  # request -> its rows as the model gave them, where these will be reported
+    for i, (row, start, end) in enumerate(zip(rows, starts, starts[1:], strict=False)):
         _check_draft(row, logits.shape[1])
+        if row.sampling.logprobs is not None:
+            raw[i] = logits[start:end].clone()
+        if row.logit_processor is not None:
+            row.logit_processor.apply_(logits[start:end], row.draft.token_ids)
         if row.min_tokens_left > 0:
             mask_token_ids(logits, slice(start, min(start + row.min_tokens_left, end)), row.masked_token_ids)
 
@@ -134,7 +145,24 @@ def verify_batch(
         subset = _logits_of(logits, starts, sampled)
         outcomes = _verify_sampled(subset, [rows[i] for i in sampled], draws or KeyedDraws())
         results.update(zip(sampled, outcomes, strict=True))
+    if raw:
+        _add_logprobs(results, raw, rows)
     return [results[i] for i in range(len(rows))]
+
+
+def _add_logprobs(
+    results: dict[int, VerificationResult], raw: dict[int, Tensor], rows: Sequence[VerificationRow]
+) -> None:
+    """Say how likely the target found what came out, for the requests that `raw` holds the logits of."""
+    reported = [i for i in raw if results[i].error is None]
+    if not reported:
+        return
+    token_ids = [token_id for i in reported for token_id in results[i].token_ids]
+    num_top = [rows[i].sampling.logprobs or 0 for i in reported for _ in results[i].token_ids]
+    emitting = torch.cat([raw[i][: len(results[i].token_ids)] for i in reported])
+    entries = iter(token_logprobs(emitting, token_ids, num_top))
+    for i in reported:
+        results[i] = replace(results[i], logprobs=[next(entries) for _ in results[i].token_ids])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -278,10 +278,18 @@ def test_generation_defaults_are_those_of_the_model(tmp_path: Path) -> None:
         "top_p": 0.95,
         "top_k": 20,
         "min_p": 0,
+        "repetition_penalty": 1.05,
         "do_sample": True,
     }
     assert load_generation_defaults(generation_folder(tmp_path, recommended, {"eos_token_id": 9})) == (
-        GenerationDefaults(eos_token_ids=frozenset({5, 7}), temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
+        GenerationDefaults(
+            eos_token_ids=frozenset({5, 7}),
+            temperature=0.6,
+            top_p=0.95,
+            top_k=20,
+            min_p=0.0,
+            repetition_penalty=1.05,
+        )
     )
 
 

@@ -275,7 +275,7 @@ def test_refusal_names_the_field(app: Any) -> None:
     assert (error["type"], error["param"]) == ("invalid_request_error", "temperature")
     assert error_of(app.complete(max_tokens=0), 400)["param"] == "max_tokens"
     assert error_of(app.chat(messages=[]), 400)["param"] == "messages"
-    assert error_of(app.complete(logprobs=3), 400)["param"] == "logprobs"
+    assert error_of(app.complete(best_of=3), 400)["param"] == "best_of"
     assert error_of(app.complete(max_tokens=1000), 400)["code"] == "context_length_exceeded"
     assert app.engine.seen == []
 

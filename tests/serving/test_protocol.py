@@ -12,7 +12,7 @@ from dspark.errors import RequestError
 from dspark.request import MAX_SEED
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest, parse_body
 
-NO_DEFAULTS = SimpleNamespace(temperature=None, top_p=None, top_k=None, min_p=None)
+NO_DEFAULTS = SimpleNamespace(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -124,6 +124,33 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         ("model", None),
         ("return_token_ids", "yes"),
         ("speculation", 3),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", False),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", "1"),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1.5": 1}),
+        ("logit_bias", {"٣": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", {"1": "5"}),
+        ("logit_bias", [1]),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("bad_token_ids", [-1]),
+        ("bad_words", [""]),
+        ("bad_words", "no"),
+        ("bad_words", [1]),
+        ("bad_words", ["x" * 1025]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-2]),
+        ("allowed_token_ids", 3),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("echo", "yes"),
     ],
 )
 def test_wrong_value_is_refused_naming_the_field(name: str, value: Any) -> None:
@@ -160,6 +187,8 @@ def test_required_fields_are_required() -> None:
 NULLABLE = (
     *("n", "stream", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "user"),
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "bad_token_ids", "bad_words", "allowed_token_ids", "logprobs"),
 )
 
 
@@ -173,12 +202,8 @@ def test_null_means_the_default(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "value"),
     [
-        ("presence_penalty", 0, 0.5),
-        ("frequency_penalty", 0.0, False),
-        ("repetition_penalty", 1, 1.1),
-        ("logit_bias", {}, {"5": 1}),
-        ("logprobs", None, 2),
-        ("echo", False, True),
+        ("use_beam_search", False, 0),
+        ("prompt_logprobs", None, 1),
         ("best_of", 1, 2),
         ("suffix", "", "end"),
         ("response_format", {"type": "text"}, {"type": "json_object"}),
@@ -195,8 +220,8 @@ def test_unsupported_field_passes_only_when_it_asks_for_nothing(name: str, neutr
 @pytest.mark.parametrize(
     ("name", "neutral", "value"),
     [
-        ("logprobs", False, True),
-        ("top_logprobs", 0, 3),
+        ("echo", False, True),
+        ("reasoning_effort", None, "low"),
         ("tools", [], [{"type": "function"}]),
         ("tool_choice", "none", "required"),
         ("response_format", {"type": "text"}, {"type": "json_schema"}),
@@ -210,6 +235,19 @@ def test_unsupported_chat_field_passes_only_when_it_asks_for_nothing(name: str, 
 
 def test_stream_options_need_a_stream() -> None:
     assert refusal(stream_options={"include_usage": True}).param == "stream_options"
+
+
+def test_top_logprobs_need_logprobs() -> None:
+    assert refusal(chat, top_logprobs=2).param == "top_logprobs"
+    assert refusal(chat, top_logprobs=2, logprobs=False).param == "top_logprobs"
+    assert refusal(chat, top_logprobs=21, logprobs=True).param == "top_logprobs"
+    assert refusal(chat, logprobs=2).param == "logprobs"
+
+
+def test_echo_with_logprobs_is_refused() -> None:
+    error = refusal(echo=True, logprobs=1)
+    assert error.param == "echo"
+    assert "echo with logprobs is not supported" in str(error)
 
 
 def test_too_many_completions_in_one_call_are_refused() -> None:
@@ -267,10 +305,34 @@ def test_every_field_reaches_its_sampling_parameter() -> None:
     assert params.num_draft_tokens == 2
 
 
+def test_every_change_of_the_logits_reaches_its_sampling_parameter() -> None:
+    params = completion(
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        repetition_penalty=1.2,
+        logit_bias={"7": -100, "8": 2.5},
+        bad_token_ids=[1],
+        allowed_token_ids=[7, 8, 9],
+        logprobs=3,
+    ).sampling_params(NO_DEFAULTS)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -1, 1.2)
+    assert (params.logit_bias, params.bad_token_ids) == ({7: -100, 8: 2.5}, (1,))
+    assert (params.allowed_token_ids, params.logprobs) == ((7, 8, 9), 3)
+
+
+def test_log_probabilities_of_a_chat_are_asked_for_in_two_fields() -> None:
+    assert chat().sampling_params(NO_DEFAULTS).logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).sampling_params(NO_DEFAULTS).logprobs is None
+    assert chat(logprobs=True).sampling_params(NO_DEFAULTS).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).sampling_params(NO_DEFAULTS).logprobs == 5
+
+
 def test_request_goes_before_the_models_defaults_and_these_before_ours() -> None:
-    defaults = SimpleNamespace(temperature=0.6, top_p=0.95, top_k=None, min_p=None)
+    defaults = SimpleNamespace(temperature=0.6, top_p=0.95, top_k=None, min_p=None, repetition_penalty=1.1)
     params = completion(temperature=0).sampling_params(defaults)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0, 0.95, 0, 0.0)
+    assert params.repetition_penalty == 1.1
+    assert completion(repetition_penalty=1).sampling_params(defaults).repetition_penalty == 1
 
 
 def test_default_max_tokens_yields_to_the_request() -> None:
