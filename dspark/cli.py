@@ -157,19 +157,17 @@ def _add_export(verbs: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from dspark.engine.build import load_engine, warm_up
-    from dspark.engine.engine import Engine
+    from dspark.engine.build import ReadyEngine, load_ready_engine
     from dspark.serving.server import run_server
 
     config = engine_config(args)
     model_name = ""
 
-    def load() -> Engine:
+    def load() -> ReadyEngine:
         nonlocal model_name
-        engine = load_engine(config)
-        warm_up(engine)
-        model_name = engine.model_name
-        return engine
+        ready = load_ready_engine(config)
+        model_name = ready.engine.model_name
+        return ready
 
     run_server(
         load,

@@ -6,8 +6,9 @@ import math
 import reprlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from numbers import Integral, Real
 
 from dspark.errors import RequestError
@@ -207,6 +208,8 @@ class SpeculationStats:
     num_verified: int = 0  # of these, checked by the target (the rest were trimmed)
     num_accepted: int = 0  # of these, accepted by the target
     num_emitted: int = 0  # tokens the client got from these rounds; an end inside a block cuts accepted ones
+    accepted_counts: tuple[int, ...] = ()  # [j]: rounds that verified a draft and accepted j tokens of it
+    max_draft_tokens: int = 0  # no round could draft more
 
     @property
     def accepted_length(self) -> float:
@@ -218,9 +221,29 @@ class SpeculationStats:
         """Accepted share of the verified tokens, bonus token excluded; 0 when none was verified."""
         return self.num_accepted / self.num_verified if self.num_verified else 0.0
 
+    def count_round(self, *, num_verified: int, num_accepted: int, num_emitted: int) -> None:
+        """Count one round; `num_verified` is 0 where it had no draft."""
+        self.num_rounds += 1
+        self.num_verified += num_verified
+        self.num_accepted += num_accepted
+        self.num_emitted += num_emitted
+        if num_verified:
+            counts = [*self.accepted_counts, *[0] * (num_accepted + 1 - len(self.accepted_counts))]
+            counts[num_accepted] += 1
+            self.accepted_counts = tuple(counts)  # a new one: copies of these counts stay as they are
+
     def plus(self, other: SpeculationStats) -> SpeculationStats:
         """Return the counts of both together."""
-        return SpeculationStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        pairs = zip_longest(self.accepted_counts, other.accepted_counts, fillvalue=0)
+        return SpeculationStats(
+            num_rounds=self.num_rounds + other.num_rounds,
+            num_drafted=self.num_drafted + other.num_drafted,
+            num_verified=self.num_verified + other.num_verified,
+            num_accepted=self.num_accepted + other.num_accepted,
+            num_emitted=self.num_emitted + other.num_emitted,
+            accepted_counts=tuple(a + b for a, b in pairs),
+            max_draft_tokens=max(self.max_draft_tokens, other.max_draft_tokens),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

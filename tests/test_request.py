@@ -67,3 +67,16 @@ def test_counts_add_up_field_by_field():
     assert one.plus(one) == SpeculationStats(
         num_rounds=2, num_drafted=10, num_verified=8, num_accepted=4, num_emitted=6
     )
+
+
+def test_rounds_are_counted_by_how_many_tokens_they_accepted():
+    stats = SpeculationStats()
+    for num_verified, num_accepted in ((4, 2), (0, 0), (3, 0), (4, 4), (1, 0)):
+        before = stats.accepted_counts
+        stats.count_round(num_verified=num_verified, num_accepted=num_accepted, num_emitted=num_accepted + 1)
+    assert stats == SpeculationStats(
+        num_rounds=5, num_verified=12, num_accepted=6, num_emitted=11, accepted_counts=(2, 0, 1, 0, 1)
+    )
+    assert before == (1, 0, 1, 0, 1)  # what was handed out stays as it was
+    both = stats.plus(SpeculationStats(accepted_counts=(1,), max_draft_tokens=5))
+    assert (both.accepted_counts, both.max_draft_tokens) == ((3, 0, 1, 0, 1), 5)

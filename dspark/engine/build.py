@@ -11,21 +11,23 @@ from pathlib import Path
 
 import torch
 
-from dspark.batch import BatchRow
 from dspark.config import DEFAULT_CONFIDENCE_THRESHOLD, EngineConfig, SpeculationConfig, resolved_max_size
 from dspark.engine.bandwidth import weight_bytes
-from dspark.engine.capacity_cache import PEAK, machine_times
+from dspark.engine.capacity_cache import PEAK, MachineTimes, machine_times
 from dspark.engine.compute_thread import ComputeThread
 from dspark.engine.drafter_choice import DrafterChoice, choose_drafter
 from dspark.engine.drafting import num_draft_tokens
 from dspark.engine.engine import Engine
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.profile_rows import ProfileLimits
+from dspark.engine.profiler import warm_up_passes
 from dspark.engine.runner import Runner
+from dspark.engine.saved_state import SavedState, state_key
 from dspark.errors import CheckpointError, ConfigError, RequestError
 from dspark.models.decoder import Decoder
 from dspark.models.device import open_device
 from dspark.models.drafter import Drafter, load_drafter
+from dspark.models.drafter_calibration import CALIBRATION
 from dspark.models.drafter_config import check_num_draft_tokens
 from dspark.models.drafter_formats import is_drafter_folder
 from dspark.models.kv_cache import num_bytes_per_token
@@ -66,6 +68,24 @@ class LoadedModel:
     compute: ComputeThread
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadyEngine:
+    """An engine that is as fast for its first request as for later ones, and where what it learns is kept."""
+
+    engine: Engine
+    saved_state: SavedState | None  # None: nothing is drafted, so nothing is learned
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    engine: Engine
+    limits: ProfileLimits
+    times: MachineTimes | None
+    choice: DrafterChoice
+    drafter: LoadedModel | Drafter | None
+    drafter_folder: Path | None
+
+
 def load_engine(config: EngineConfig, *, wrap_proposer: WrapProposer | None = None) -> Engine:
     """Load everything `config` names and return an engine that is ready for requests.
 
@@ -73,6 +93,25 @@ def load_engine(config: EngineConfig, *, wrap_proposer: WrapProposer | None = No
     not fit, `CheckpointError` for a model that cannot be used.
     """
     return build_engine(load_model(config.model, config), config, wrap_proposer=wrap_proposer)
+
+
+def load_ready_engine(config: EngineConfig) -> ReadyEngine:
+    """Load what `load_engine` does, run once what a first request would wait for, and restore what was learned.
+
+    What an earlier run with the same weights learned of acceptance is read from the user's cache; the caller writes it
+    there again. Says in the log what speculation will run.
+    """
+    model = load_model(config.model, config)
+    built = model.compute.run(lambda: _build_engine(model, config, None, False))
+    engine, saved_state, is_restored = built.engine, None, False
+    _warm_up(built)
+    if engine.drafting is not None:
+        proposer_name = engine.drafting.proposer.name
+        key = state_key(model, built.choice, config, proposer_name=proposer_name, drafter_folder=built.drafter_folder)
+        saved_state = SavedState(key)
+        is_restored = saved_state.restore(engine)
+    logger.info("speculation: %s", _description(built, config.speculation, is_restored))
+    return ReadyEngine(engine=engine, saved_state=saved_state)
 
 
 def load_model(name: str, config: EngineConfig) -> LoadedModel:
@@ -107,15 +146,16 @@ def build_engine(
 
     The machine is measured first where the schedulers need that and the user's cache does not have it, or in any case.
     """
-    return model.compute.run(lambda: _build_engine(model, config, wrap_proposer, measure_anew))
+    return model.compute.run(lambda: _build_engine(model, config, wrap_proposer, measure_anew)).engine
 
 
 def _build_engine(
     model: LoadedModel, config: EngineConfig, wrap_proposer: WrapProposer | None, measure_anew: bool
-) -> Engine:
+) -> _Built:
     _check_text_side(model)
     choice = choose_drafter(config.drafter, model.folder)
-    drafter = _load_drafter(model, choice, config)
+    drafter_folder = None if choice.source is None else resolve_model(choice.source).path
+    drafter = None if drafter_folder is None else _load_drafter(model, choice, drafter_folder, config)
     page_size = config.cache.page_size
     max_model_len = _max_model_len(model.decoder, config)
     bytes_per_token = _bytes_per_token(model, drafter)
@@ -140,7 +180,8 @@ def _build_engine(
         page_size=page_size,
         num_draft_tokens=0 if proposer is None else num_draft_tokens(config.speculation, proposer),
     )
-    times = _measured_times(model, choice, config, runner, proposer, limits, measure_anew)
+    found = _machine_times(model, choice, config, runner, proposer, limits, measure_anew)
+    times = None if found is None else found.times
     planner = _make_planner(config.speculation, times, limits.num_draft_tokens)
     if proposer is not None and wrap_proposer is not None:
         proposer = wrap_proposer(proposer)
@@ -161,17 +202,36 @@ def _build_engine(
     peak = None if times is None else times.details.get(PEAK)
     if isinstance(peak, int | float):  # a capacity file of another engine does not know it
         engine.metrics.memory_bandwidth_peak.set(peak)
-    return engine
+    return _Built(
+        engine=engine, limits=limits, times=found, choice=choice, drafter=drafter, drafter_folder=drafter_folder
+    )
 
 
-def warm_up(engine: Engine) -> None:
-    """Do once what the first request would otherwise wait for: touch the weights, load what chat templates need."""
-    # Nobody owns page 0 yet; whoever gets it writes it before reading it.
-    row = BatchRow(token_ids=[0], start_position=0, page_ids=[0], num_logits=1)
-    engine.compute.run(lambda: engine.runner.execute([row]))
-    if engine.tokenizer.has_chat_template:
+def _warm_up(built: _Built) -> None:
+    """Do once what the first request would otherwise wait for, and leave no trace of it."""
+    engine = built.engine
+    if built.times is None or not built.times.is_new:
+        proposer = None if engine.drafting is None else engine.drafting.proposer
+        engine.compute.run(lambda: warm_up_passes(engine.runner, proposer, limits=built.limits))
+    if engine.tokenizer.has_chat_template:  # loads what renders it
         with contextlib.suppress(RequestError):  # a template may want more than one user turn
             engine.tokenizer.render_chat([{"role": "user", "content": ""}])
+
+
+def _description(built: _Built, speculation: SpeculationConfig, is_restored: bool) -> str:
+    """Return in a line who drafts, who decides how much of it is verified, and what that is decided from."""
+    drafting = built.engine.drafting
+    if drafting is None:
+        return "none, plain decoding"
+    parts = [f"{drafting.proposer.name} drafts up to {drafting.num_draft_tokens} tokens"]
+    parts.append(f"scheduler {speculation.scheduler}")
+    if built.times is not None:
+        origin = "measured now" if built.times.is_new else f"from {built.times.path}"
+        parts.append(f"times of this machine {origin}")
+    if isinstance(built.drafter, Drafter) and built.drafter.config.has_confidence_head:
+        parts.append(f"confidences {f'calibrated by {CALIBRATION}' if built.drafter.is_calibrated else 'as stated'}")
+    parts.append(f"acceptance {'as an earlier run left it' if is_restored else 'not known yet'}")
+    return ", ".join(parts)
 
 
 def _check_text_side(model: LoadedModel) -> None:
@@ -195,19 +255,20 @@ def _check_text_side(model: LoadedModel) -> None:
         raise CheckpointError(f"generation_config.json in {folder}: {error}; correct it") from error
 
 
-def _load_drafter(model: LoadedModel, choice: DrafterChoice, config: EngineConfig) -> LoadedModel | Drafter | None:
-    """Load the drafter or draft model that was chosen, if any, and check that it fits the target."""
-    if choice.source is None:
-        return None
-    folder, layout = resolve_model(choice.source).path, config.speculation.drafter_layout
+def _load_drafter(
+    model: LoadedModel, choice: DrafterChoice, folder: Path, config: EngineConfig
+) -> LoadedModel | Drafter:
+    """Load the drafter or draft model in `folder` that was chosen, and check that it fits the target."""
     if is_drafter_folder(folder):
         num_ids = max(model.tokenizer.vocabulary().values(), default=-1) + 1
+        layout = config.speculation.drafter_layout
         trained = load_drafter(folder, model.decoder, tokenizer_size=num_ids, layout=layout)
         if config.speculation.num_draft_tokens:
             check_num_draft_tokens(trained.config, config.speculation.num_draft_tokens)
         if not trained.config.has_confidence_head:
             logger.info("the drafter in %s has no confidence head: confidence scheduling is not available", folder)
         return trained
+    assert choice.source is not None, choice
     drafter = _load_model(choice.source, config, model.compute)
     _check_text_side(drafter)
     compare_vocabularies(model.tokenizer, drafter.tokenizer)
@@ -244,7 +305,7 @@ def _drafter_proposer(
     )
 
 
-def _measured_times(
+def _machine_times(
     model: LoadedModel,
     choice: DrafterChoice,
     config: EngineConfig,
@@ -252,7 +313,7 @@ def _measured_times(
     proposer: Proposer | None,
     limits: ProfileLimits,
     anew: bool,
-) -> MeasuredTimes | None:
+) -> MachineTimes | None:
     """Return the machine's times where a setting needs them."""
     if config.speculation.scheduler not in TIMED_SCHEDULERS and config.batching.target_tpot_ms is None:
         return None
@@ -266,7 +327,7 @@ def _measured_times(
         limits=limits,
         capacity_file=None if file is None else Path(file),
         anew=anew,
-    ).times
+    )
 
 
 def _make_planner(speculation: SpeculationConfig, times: MeasuredTimes | None, draft_length: int) -> Planner:

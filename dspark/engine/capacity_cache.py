@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ class MachineTimes:
 
     times: MeasuredTimes
     path: Path | None
+    is_new: bool = field(default=False, compare=False)  # target passes of all sizes ran just now
 
 
 def machine_times(
@@ -107,8 +108,8 @@ def load_or_measure(
         write_measured_times(path, measured)
     except ConfigError as error:
         logger.warning("%s; this machine is measured again at each start until then", error)
-        return MachineTimes(times=measured, path=None)
-    return MachineTimes(times=measured, path=path)
+        return MachineTimes(times=measured, path=None, is_new=True)
+    return MachineTimes(times=measured, path=path, is_new=True)
 
 
 def capacity_key(
@@ -117,16 +118,12 @@ def capacity_key(
     """Return, as JSON values, everything that the times depend on. Not the values of weights: all take as long."""
     decoder = model.decoder
     return {
-        "dspark": __version__,
+        **weights_identity(model, choice),
         "row_shapes": [ROW_TOKENS, TOKENS_PER_MORE_ROW],
         "torch": torch.__version__,
         "hardware": device_name(decoder.device),
         "num_threads": torch.get_num_threads(),
         "dtype": str(decoder.dtype).removeprefix("torch."),
-        "model": model.folder.name,
-        "model_hash": model.folder.gguf_sha256 or _config_hash(model.folder.path),
-        "drafter": choice.source,
-        "drafter_hash": None if choice.source is None else _config_hash(Path(choice.source).expanduser()),
         "num_draft_tokens": limits.num_draft_tokens if choice.source is not None else None,
         "max_batch_tokens": limits.max_batch_tokens,
         "max_size": limits.max_size,
@@ -136,11 +133,27 @@ def capacity_key(
     }
 
 
+def weights_identity(model: LoadedModel, choice: DrafterChoice) -> dict[str, Any]:
+    """Return, as JSON values, which model and drafter these are, by name and configuration, and who runs them."""
+    return {
+        "dspark": __version__,
+        "model": model.folder.name,
+        "model_hash": model.folder.gguf_sha256 or _config_hash(model.folder.path),
+        "drafter": choice.source,
+        "drafter_hash": None if choice.source is None else _config_hash(Path(choice.source).expanduser()),
+    }
+
+
 def capacity_path(key: Mapping[str, Any], cache_dir: Path | None = None) -> Path:
-    """Return the file of `key` in `cache_dir` (default: the user's cache folder)."""
+    """Return the file of measured times for `key` in `cache_dir` (default: the user's cache folder)."""
+    return cache_path("capacity", key, cache_dir)
+
+
+def cache_path(kind: str, key: Mapping[str, Any], cache_dir: Path | None = None) -> Path:
+    """Return the file of `key` (JSON values) in the folder `kind` of `cache_dir` (default: the user's cache folder)."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     stem = re.sub(r"[^\w.-]+", "-", str(key.get("model", "model")))[:60]
-    return (cache_dir or user_cache_folder()) / "capacity" / f"{stem}-{digest}.json"
+    return (cache_dir or user_cache_folder()) / kind / f"{stem}-{digest}.json"
 
 
 def device_name(device: torch.device) -> str:

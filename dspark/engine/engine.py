@@ -326,11 +326,8 @@ class Engine:
     # -- counting ------------------------------------------------------------------------------------------
 
     def _count_round(self, sequence: Sequence, draft: Draft, num_accepted: int, num_emitted: int) -> None:
-        stats, num_verified = sequence.stats, len(draft.token_ids)
-        stats.num_rounds += 1
-        stats.num_verified += num_verified
-        stats.num_accepted += num_accepted
-        stats.num_emitted += num_emitted
+        num_verified = len(draft.token_ids)
+        sequence.stats.count_round(num_verified=num_verified, num_accepted=num_accepted, num_emitted=num_emitted)
         if num_verified:
             assert self.drafting is not None, draft
             self.drafting.take_verdict(sequence, draft, num_accepted=num_accepted, num_emitted=num_emitted)

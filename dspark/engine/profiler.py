@@ -37,6 +37,11 @@ LONG_SIZES = (*COARSE_SIZES, *MIDDLE_SIZES)
 WARM_UP_COUNTS_S = 0.1  # the first pass of a size prepares kernels, which a pass this long does not notice
 FILL_SHARE = 0.1  # of the budget, for touching pages
 FILL_CHUNK = 16  # pages touched at a time
+# What runs once at a start that measures nothing: a pass of a single token, steps of one, a few and many requests, and
+# a chunk of prefill.
+WARM_UP_BUDGET_S = 1.5
+WARM_UP_SIZES = (1, 6, 16, 64, 256)
+WARM_UP_PAGES = 64
 MAX_CATCH_UP_CALLS = 64  # a draft model reads the texts first, a part with each call
 PROFILE_SERIAL = -1  # of pages; what an allocator hands out is positive
 
@@ -116,6 +121,22 @@ def measure_draft_times(
     return TimeCurve.from_samples(samples) if samples else None
 
 
+def warm_up_passes(
+    runner: TargetRunner,
+    proposer: Proposer | None,
+    *,
+    limits: ProfileLimits,
+    budget_s: float = WARM_UP_BUDGET_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Run target passes of a few sizes and a drafting pass once, as measuring does, so that no request is the first.
+
+    Weights are read and kernels prepare for sizes they had not met. All pages must be free, and nothing is left behind.
+    The budget is kept to but for one target pass; a drafter that fails is reported.
+    """
+    _Profiler(runner, proposer, limits, budget_s=budget_s, clock=clock, progress=lambda _: None).warm_up()
+
+
 class _Profiler:
     """One run over all points within a time budget."""
 
@@ -147,13 +168,11 @@ class _Profiler:
     def measure(self, kinds: Sequence[str]) -> dict[str, dict[int, list[float]]]:
         """Return kind -> size -> seconds of each pass, at least `MIN_REPEATS` of them."""
         try:
-            rows = self._filled_rows()
+            rows = self._filled_rows(self._limits.num_touched_pages)
             self._choose([point for point in self._all_points(rows) if point.kind in kinds])
             self._repeat()
         finally:
-            if self._proposer is not None:
-                for request_id in sorted(self._used_ids):
-                    self._proposer.release(request_id)
+            self._release()
         self._progress(1.0)
         if self._left_out:
             left_out = ", ".join(map(str, sorted(self._left_out, key=lambda p: (p.kind, p.size))))
@@ -168,11 +187,28 @@ class _Profiler:
             samples[point.kind][point.size] = point.samples
         return samples
 
+    def warm_up(self) -> None:
+        """Run one pass of each kind and then those of more sizes that fit into the budget."""
+        try:
+            rows = self._filled_rows(min(WARM_UP_PAGES, self._limits.num_touched_pages))
+            sizes = [size for size in WARM_UP_SIZES if size <= self._limits.max_batch_tokens]
+            target, draft = self._target_points(TARGET, rows, sizes), self._draft_points(rows, self.context_lens[0])
+            for point in (*target[:1], *draft[:1], *target[1:]):
+                fits = not self._points or self._clock() + self._expected_s(point) <= self._deadline
+                if fits and self._time(point, counts=False):
+                    self._points.append(point)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._proposer is not None:
+            for request_id in sorted(self._used_ids):
+                self._proposer.release(request_id)
+
     # -- passes --------------------------------------------------------------------------------------------------
 
-    def _filled_rows(self) -> ProfileRows:
+    def _filled_rows(self, num_wanted: int) -> ProfileRows:
         """Touch pages as far as time allows: memory that was never written reads faster than any real context."""
-        num_wanted = self._limits.num_touched_pages
         num_filled = 0
         while num_filled < num_wanted:
             pages = range(num_filled, min(num_filled + FILL_CHUNK, num_wanted))

@@ -126,7 +126,8 @@ class Sequence:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
-            speculation=replace(self.stats),  # other threads read it while this one counts on
+            # A copy, for other threads read it while this one counts on.
+            speculation=replace(self.stats, max_draft_tokens=self.max_draft_tokens),
         )
 
 

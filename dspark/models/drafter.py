@@ -77,6 +77,7 @@ class Drafter:
         self.device = tensors["fc.weight"].device
         self.sequential_head = SequentialHead(config, tensors)
         self.target_ids = draft_target_ids(config, tensors)  # [Vd] int64; None: draft ids are target ids
+        self.is_calibrated = temperatures is not None
         temperatures = [1.0] * config.num_draft_tokens if temperatures is None else temperatures
         assert len(temperatures) == config.num_draft_tokens, (temperatures, config.num_draft_tokens)
         self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=self.device)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.engine.detokenizer import HasBackend
-from dspark.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from dspark.request import FinishReason, Request, RequestOutput, SpeculationStats, TokenLogprobs
 from dspark.serving.logprobs import LogprobsWriter
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest
+from dspark.serving.speculation_stats import speculation_fields
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
@@ -36,6 +37,7 @@ class _Choice:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     is_begun: bool = False  # a chunk of it has been sent
 
 
@@ -74,7 +76,7 @@ class Answer:
         choice.texts.append(output.text)
         choice.token_ids.extend(output.token_ids)
         choice.logprobs.extend(output.logprobs or ())
-        choice.num_cached_tokens = output.num_cached_tokens
+        choice.num_cached_tokens, choice.speculation = output.num_cached_tokens, output.speculation
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
 
     def body(self) -> bytes:
@@ -86,7 +88,7 @@ class Answer:
             fields = self._choice_fields(choice, content, choice.token_ids, choice.logprobs, has_prompt=True)
             choices.append(fields)
         name = "chat.completion" if self._is_chat else "text_completion"
-        return to_json({**self._head(name), "choices": choices, "usage": self._usage()})
+        return to_json({**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()})
 
     def events(self, output: RequestOutput) -> Iterator[bytes]:
         """Take in one output and return its event; none when it holds nothing that the client asked for."""
@@ -98,8 +100,10 @@ class Answer:
 
     def last_events(self) -> Iterator[bytes]:
         """Return what ends a stream without errors."""
-        if self._call.includes_usage:
-            yield to_event({**self._head(self._chunk_name), "choices": [], "usage": self._usage()})
+        usage = {"usage": self._usage()} if self._call.includes_usage else {}
+        last = {**usage, **self._metrics()}
+        if last:
+            yield to_event({**self._head(self._chunk_name), "choices": [], **last})
         yield DONE_EVENT
 
     @property
@@ -145,6 +149,15 @@ class Answer:
             if has_prompt:
                 fields["prompt_token_ids"] = list(choice.prompt_token_ids)
         return fields
+
+    def _metrics(self) -> dict[str, Any]:
+        """Return how drafting went in all choices together, for a call that wants to know."""
+        if not self._call.return_speculation_stats:
+            return {}
+        total = SpeculationStats()
+        for choice in self._choices.values():
+            total = total.plus(choice.speculation)
+        return {"metrics": {"speculative_decoding": speculation_fields(total)}}
 
     def _usage(self) -> dict[str, Any]:
         """Count the tokens so far; the n choices of a prompt share it, so it counts once."""

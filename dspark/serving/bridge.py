@@ -8,7 +8,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from dspark.errors import RequestError
 from dspark.request import FinishReason, Request, RequestOutput
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 3  # failed steps without an output between them, after which the server is not healthy
 MAX_RETRY_DELAY_S = 1.0
 THREAD_STOP_TIMEOUT_S = 10.0  # a step under way is waited for this long
+
+T = TypeVar("T")
 
 Health = Literal["ok", "starting", "draining", "failed", "stopped"]
 
@@ -134,6 +137,17 @@ class EngineBridge:
     def reset_learned(self) -> None:
         """Let the engine forget what it learned online, before its next step."""
         self._commands.put(self.engine.reset_learned)
+
+    async def between_steps(self, call: Callable[[], T], *, timeout_s: float) -> T:
+        """Return what a short `call` returns in the engine's thread between two steps, or raise what it raises.
+
+        Once that thread has ended the call is made here. Raises `TimeoutError` when its turn does not come in time.
+        """
+        if self._loop is not None and not self._thread.is_alive():
+            return call()
+        future: Future[T] = Future()
+        self._commands.put(lambda: _complete(future, call))
+        return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
 
     async def shutdown(self, timeout_s: float) -> None:
         """Take no more requests, let the running ones end for `timeout_s` seconds, abort the rest, stop the thread.
@@ -257,6 +271,15 @@ class EngineBridge:
         request_ids = list(self._running_ids)
         self._send([_last_output(request_id, error) for request_id in request_ids])
         self._abort(request_ids)
+
+
+def _complete(future: Future[T], call: Callable[[], T]) -> None:
+    """Make `call` for a future, unless nobody waits for it any more."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
 
 
 def _last_output(request_id: str, error: str | None) -> RequestOutput:

@@ -160,6 +160,7 @@ class _GenerationRequest(_Model):
     user: str | None = None  # of no effect, as the API has it
     speculation: SpeculationOptions | None = None
     return_token_ids: Annotated[bool, _or_default(False)] = False
+    return_speculation_stats: Annotated[bool, _or_default(False)] = False  # `metrics.speculative_decoding`
 
     def check(self) -> None:
         """Raise `RequestError` when fields contradict each other."""

@@ -7,7 +7,6 @@ a later token is conditional on those before it.
 from __future__ import annotations
 
 import logging
-import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -118,7 +117,7 @@ class Ratio:
         if (
             not isinstance(state, list)
             or len(state) != 2
-            or not all(type(n) in (int, float) and math.isfinite(n) and 0.0 <= n <= _MOST_COUNTED for n in state)
+            or not all(type(n) in (int, float) and 0.0 <= n <= _MOST_COUNTED for n in state)
         ):
             raise ValueError(f"{reprlib.repr(state)} is not a pair of counts")
         return cls(float(state[0]), float(state[1]))

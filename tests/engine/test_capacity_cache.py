@@ -74,6 +74,7 @@ def test_what_was_measured_is_read_by_the_next_start(tmp_path):
     second = load_or_measure(KEY, measuring, cache_dir=tmp_path)
     assert measuring.count == 1
     assert first == second
+    assert (first.is_new, second.is_new) == (True, False)
     assert first.times == replace(TIMES, details={PEAK: 1e9, MADE_FOR: KEY})
     assert first.path == capacity_path(KEY, tmp_path)
     assert json.loads(first.path.read_text())["sample_batch_tokens"] == [1, 2]
@@ -174,7 +175,7 @@ def test_a_capacity_file_is_taken_as_it_is(tmp_path):
     path = tmp_path / "sps.json"
     write_measured_times(path, TIMES)
     found = tiny_times(tmp_path, capacity_file=path)
-    assert (found.times, found.path) == (TIMES, path)
+    assert (found.times, found.path, found.is_new) == (TIMES, path, False)
     assert not (tmp_path / "capacity").exists()
 
 

@@ -16,7 +16,7 @@ from dspark.batch import BatchRow
 from dspark.engine.bandwidth import context_bytes, measure_peak_bytes_per_s, weight_bytes
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.profile_rows import ProfileLimits, ProfileRows
-from dspark.engine.profiler import measure_draft_times, measure_times
+from dspark.engine.profiler import measure_draft_times, measure_times, warm_up_passes
 from dspark.engine.runner import Runner
 from dspark.request import SamplingParams
 from dspark.speculation.combined import CombinedProposer
@@ -321,6 +321,49 @@ def test_drafting_passes_can_be_measured_alone():
     assert measure_draft_times(machine, NgramProposer(), limits=LIMITS, clock=machine.clock) is None
 
 
+# -- warming up ----------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_up_runs_a_few_sizes_and_a_drafting_pass_once():
+    machine = Machine()
+    proposer = TimedProposer(machine)
+    warm_up_passes(machine, proposer, limits=LIMITS, clock=machine.clock)
+    sizes = [sum(len(row.token_ids) for row in rows) for rows in machine.passes if rows[0].start_position > 0]
+    assert sizes == [1, 6, 16, 64, 256]
+    assert proposer.seen == proposer.released == {"profile:0"}
+    pages = {page for rows in machine.passes for row in rows for page in row.page_ids}
+    assert max(pages) < 64
+    assert machine.now < 1.5
+
+
+def test_a_slow_machine_warms_up_with_what_fits_its_budget():
+    machine = Machine(fixed_s=0.4, token_s=0.01)
+    proposer = TimedProposer(machine)
+    warm_up_passes(machine, proposer, limits=LIMITS, clock=machine.clock)
+    assert [sum(len(row.token_ids) for row in rows) for rows in machine.passes] == [16, 1]  # pages touched, one token
+    assert proposer.seen == {"profile:0"}
+    assert machine.now < 1.5
+
+
+def test_a_pass_beyond_the_budget_is_the_only_one():
+    machine = Machine(fixed_s=10.0)
+    proposer = TimedProposer(machine)
+    warm_up_passes(machine, proposer, limits=LIMITS, clock=machine.clock)
+    assert len(machine.passes) == 2
+    assert proposer.seen == set()
+
+
+def test_a_drafter_that_fails_does_not_hold_up_the_warm_up(caplog):
+    class Failing(TimedProposer):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+            raise RuntimeError("broken")
+
+    machine = Machine()
+    warm_up_passes(machine, Failing(machine), limits=LIMITS, clock=machine.clock)
+    assert sum(len(row.token_ids) for row in machine.passes[-1]) == 256
+    assert "the timed drafter failed" in caplog.text
+
+
 # -- a real model --------------------------------------------------------------------------------------------------
 
 
@@ -329,25 +372,27 @@ def tiny_runner(proposer: Proposer | None) -> Runner:
     return Runner(tiny_target(), num_pages=TINY.num_pages, page_size=TINY.page_size, tapped_layers=taps)
 
 
-def test_measuring_leaves_no_trace_in_later_answers_and_drafts():
-    """The same requests on a fresh engine and on one whose pools and drafter were measured with."""
+def test_measuring_and_warming_up_leave_no_trace_in_later_answers_and_drafts():
+    """The same requests on a fresh engine and on those whose pools and drafter were measured with, or warmed up."""
     prompts, params = [[5, 6, 7, 8, 9], [100] * 9], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     answers = []
-    for is_measured in (False, True):
+    for before_requests in ("nothing", "measured", "warmed up"):
         proposer = CombinedProposer(DSparkProposer(make_drafter(), num_pages=64, page_size=4))
         engine = engine_over(proposer)
         before = proposer.export_state()
-        if is_measured:
+        if before_requests == "warmed up":
+            warm_up_passes(engine.runner, proposer, limits=TINY)
+        if before_requests == "measured":
             measured = measure_times(engine.runner, proposer, limits=TINY, budget_s=0.5)
             assert measured.draft is not None
             assert measured.draft.sizes == (1, 2, 4)
             assert measured.long_context_len > measured.context_len > 0
-            assert proposer.export_state() == before
-            assert proposer.num_requests == 0
-            assert engine.allocator.num_used == engine.allocator.num_cached == 0
+        assert proposer.export_state() == before
+        assert proposer.num_requests == 0
+        assert engine.allocator.num_used == engine.allocator.num_cached == 0
         transcripts = run_requests(engine, make_requests(prompts, params))
         answers.append([(t.token_ids, t.last.speculation) for t in transcripts.values()])
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_a_draft_model_takes_no_page_for_known_after_it_was_measured():

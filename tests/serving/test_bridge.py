@@ -320,3 +320,39 @@ def test_bridge_that_was_never_started_refuses_and_shuts_down() -> None:
         await bridge.shutdown(timeout_s=1)
 
     asyncio.run(main())
+
+
+# -- calls between steps -----------------------------------------------------------------------------------
+
+
+def test_a_call_between_steps_is_made_in_the_engines_thread() -> None:
+    engine = FakeEngine()
+
+    async def test(bridge: EngineBridge) -> None:
+        await text_of(bridge, request())
+        assert await bridge.between_steps(threading.get_ident, timeout_s=10) in engine.threads
+        with pytest.raises(ZeroDivisionError):
+            await bridge.between_steps(lambda: 1 // 0, timeout_s=10)
+        assert await text_of(bridge, request("next", max_tokens=3)) == "abc"
+        await bridge.shutdown(timeout_s=1)
+        assert await bridge.between_steps(threading.get_ident, timeout_s=10) == threading.get_ident()
+
+    with_bridge(engine, test)
+
+
+def test_a_call_whose_turn_does_not_come_in_time_is_never_made() -> None:
+    engine = FakeEngine()
+    calls: list[int] = []
+
+    async def test(bridge: EngineBridge) -> None:
+        engine.gate.clear()
+        stream = bridge.submit([request(max_tokens=3)])
+        await until(lambda: engine.num_steps == 1)
+        with pytest.raises(TimeoutError):
+            await bridge.between_steps(lambda: calls.append(1), timeout_s=0.05)
+        engine.gate.set()
+        assert [output.text async for output in stream] == ["abc"]
+        await bridge.between_steps(lambda: calls.append(2), timeout_s=10)
+        assert calls == [2]
+
+    with_bridge(engine, test)

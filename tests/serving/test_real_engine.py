@@ -48,6 +48,48 @@ def test_a_stream_says_what_the_whole_answer_says(open_app: Callable[..., Any], 
     assert len(chunks) < 10
 
 
+def test_an_answer_tells_how_drafting_went_when_asked(open_app: Callable[..., Any], engine: Any) -> None:
+    """Of 13 tokens the prefill gives one and two rounds give six each."""
+    app = open_app(engine)
+    body = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": 13, "ignore_eos": True}
+    assert "metrics" not in app.complete(**body).json()
+    wanted = {**body, "return_speculation_stats": True}
+    stats = app.complete(**wanted).json()["metrics"]["speculative_decoding"]
+    assert stats == {
+        "mean_acceptance_length": 6.0,
+        "draft_acceptance_rate": 1.0,
+        "acceptance_histogram": [0, 0, 0, 0, 0, 2],
+        "num_spec_steps": 2,
+        "num_accepted_draft_tokens": 10,
+        "num_draft_tokens": 10,
+        "num_spec_tokens": 5,
+        "num_rounds": 2,
+        "num_proposed_tokens": 10,
+        "num_emitted_tokens": 12,
+        "tokens_per_round": 6.0,
+    }
+    both = app.complete(**wanted, n=2).json()["metrics"]["speculative_decoding"]
+    assert (both["num_spec_steps"], both["tokens_per_round"], both["acceptance_histogram"][-1]) == (4, 6.0, 4)
+    plain = app.complete(**wanted, speculation={"num_draft_tokens": 0}).json()["metrics"]["speculative_decoding"]
+    assert (plain["num_rounds"], plain["num_spec_steps"], plain["tokens_per_round"]) == (12, 0, 1.0)
+    assert plain["mean_acceptance_length"] is plain["draft_acceptance_rate"] is None
+
+
+@pytest.mark.parametrize("has_usage", [False, True])
+def test_a_stream_tells_how_drafting_went_in_its_last_chunk(
+    open_app: Callable[..., Any], engine: Any, has_usage: bool
+) -> None:
+    app = open_app(engine)
+    body = {"prompt": [1, 2, 3], "temperature": 0, "max_tokens": 13, "return_speculation_stats": True}
+    whole = app.complete(**body).json()
+    options = {"stream_options": {"include_usage": True}} if has_usage else {}
+    *chunks, last = events(app.complete(**body, stream=True, **options).text)
+    assert last["choices"] == []
+    assert last["metrics"] == whole["metrics"]
+    assert last.get("usage") == (whole["usage"] if has_usage else None)
+    assert not any("metrics" in chunk for chunk in chunks)
+
+
 def test_a_client_that_leaves_frees_its_pages_and_the_next_answer_is_a_fresh_engines(
     open_app: Callable[..., Any], engine: Any
 ) -> None:

@@ -225,28 +225,46 @@ def test_address_that_cannot_be_is_refused(host: str, port: int) -> None:
 
 PROGRAM = f"""
 import sys
+from types import SimpleNamespace
 from fake_engine import FakeEngine, says
 from dspark.serving.server import run_server
 engine = FakeEngine(lambda request: [*b"abcdefghij" * request.sampling.max_tokens][: request.sampling.max_tokens - 1]
                     + [{EOS_ID}], block_len=1, max_model_len=10**6, step_s=0.02)
-run_server(lambda: engine, port=0, shutdown_timeout_s=float(sys.argv[1]), on_ready=lambda url: print(url, flush=True))
+class State:
+    num_taken = 0
+    def take(self, engine):
+        self.num_taken += 1
+        return {{"taken": self.num_taken}} if self.num_taken != 2 else None
+    def write(self, state):
+        print(state["taken"], flush=True)
+def load():
+    if "--wait" in sys.argv:
+        sys.stdin.readline()
+    return SimpleNamespace(engine=engine, saved_state=State() if "--keep" in sys.argv else None)
+run_server(load, port=int(sys.argv[2]), shutdown_timeout_s=float(sys.argv[1]), save_interval_s=0.05,
+           on_ready=lambda url: print(url, flush=True))
 print("ended", flush=True)
 """
 
 
 @contextmanager
-def program(shutdown_timeout_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process_of(shutdown_timeout_s: float, *options: str, port: int = 0) -> Iterator[subprocess.Popen[str]]:
     tests = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, str(Path(tests).parent)])}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(shutdown_timeout_s)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    command = [sys.executable, "-c", PROGRAM, str(shutdown_timeout_s), str(port), *options]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        assert process.stdout is not None
-        yield process, process.stdout.readline().strip()
+        yield process
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def program(shutdown_timeout_s: float, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with process_of(shutdown_timeout_s, *options) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
 
 
 def start_call(url: str, max_tokens: int) -> tuple[threading.Thread, dict[str, Any]]:
@@ -299,3 +317,47 @@ def test_second_signal_cuts_the_drain_short() -> None:
         thread.join(20)
         assert result["choices"][0]["finish_reason"] == "abort"
         assert process.wait(10) == 0
+
+
+def test_what_was_learned_is_written_now_and_then_and_in_the_end() -> None:
+    """The second time there is nothing new."""
+    with program(20, "--keep") as (process, url):
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["1\n", "3\n"]
+        thread, result = start_call(url, max_tokens=30)
+        process.send_signal(signal.SIGTERM)
+        thread.join(20)
+        assert result["choices"][0]["finish_reason"] == "stop"
+        assert process.wait(10) == 0
+        *written, last_line = process.stdout.read().split()
+        assert last_line == "ended"
+        assert [int(taken) for taken in written] == list(range(4, 4 + len(written)))
+        assert written
+
+
+def test_who_connects_before_the_engine_is_ready_waits_for_it() -> None:
+    with bind_socket("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    with process_of(1, "--wait", port=port) as process:
+        assert process.stdin is not None
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                client = socket.create_connection(("127.0.0.1", port), timeout=20)
+                break
+            except ConnectionRefusedError:  # Python is still starting
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        with client:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            client.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                client.recv(4096)
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            client.settimeout(20)
+            received = b""
+            while part := client.recv(4096):
+                received += part
+        assert received.startswith(b"HTTP/1.1 200")
+        assert received.endswith(b'{"status":"ok"}')
