@@ -32,6 +32,7 @@ from dspark.engine.engine import Engine
 from dspark.engine.guard import FaultLimits
 from dspark.engine.runner import Runner
 from dspark.request import Request, SamplingParams
+from dspark.speculation.capacity import MeasuredTimes, StepTimes, TimeCurve
 from dspark.speculation.combined import CombinedProposer
 from dspark.speculation.fault_injection import Fault, FaultyProposer
 from dspark.speculation.planner import Planner
@@ -341,7 +342,8 @@ class FailingPlanner(Planner):
     """Raises at random in everything it is asked."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(scheduler="fixed", times=None, confidence_threshold=0.5, num_draft_tokens=5)
+        times = StepTimes(MeasuredTimes(target=TimeCurve((1, 256), (0.01, 0.1)), max_tokens=256))
+        super().__init__(scheduler="fixed", times=times, confidence_threshold=0.5, num_draft_tokens=5)
         self._random = random.Random(seed)
         self.num_failed = 0
 
@@ -369,6 +371,15 @@ class FailingPlanner(Planner):
     def release(self, *args: Any) -> None:
         self._may_fail()
         super().release(*args)
+
+    def step_s(self, *args: Any) -> float:
+        self._may_fail()
+        return super().step_s(*args)
+
+    @property
+    def predicted_step_s(self) -> float:
+        self._may_fail()
+        return super().predicted_step_s
 
 
 def test_a_planner_that_fails_at_random_changes_no_text(plain_texts: list[list[int]]) -> None:

@@ -269,9 +269,16 @@ class Engine:
             config.batching,
             self.allocator,
             plan_lengths=verify_all if planner is None or drafting is None else drafting.plan_lengths,
-            step_s=None if planner is None or planner.times is None else planner.step_s,
+            step_s=None if planner is None or planner.times is None else self._predicted_step_s,
             tokens_per_step=lambda: self._tokens_per_step,
         )
+
+    def _predicted_step_s(self, num_tokens: int, context_len: float) -> float:
+        assert self.planner is not None
+        if self.drafting is None:
+            return self.planner.step_s(num_tokens, context_len)
+        predict = partial(self.planner.step_s, num_tokens, context_len)
+        return self.drafting.guard.here(Part.PLAN, predict) or 0.0  # no time at all holds nothing back
 
     def _learn(self, size: StepSize, num_emitted: list[int]) -> None:
         """Tell the planner and the metrics what this step held and took, and what its rounds gave."""
@@ -282,20 +289,23 @@ class Engine:
         self.metrics.observe_step(phases, size.num_tokens, self._config.batching.max_batch_tokens)
         if self._num_weight_bytes:
             self.metrics.memory_bandwidth.set(self._num_weight_bytes / phases["forward"])
-        if self.planner is None:
+        planner = self.planner
+        if planner is None:
             return
         target_s, step_s = phases["forward"] + phases["features"], sum(phases.values())
-        if num_emitted and self.planner.predicted_step_s > 0.0:
-            self.metrics.observe_prediction(self.planner.predicted_step_s, step_s)
-        observe = partial(
-            self.planner.observe_step,
-            num_tokens=size.num_tokens,
-            context_len=size.context_len,
-            target_s=target_s,
-            draft_s=phases["draft"],
-            num_drafted_for=0 if self.drafting is None else self.drafting.num_joined,
-            overhead_s=step_s - target_s - phases["draft"],
-        )
+
+        def observe() -> None:
+            if num_emitted and planner.predicted_step_s > 0.0:
+                self.metrics.observe_prediction(planner.predicted_step_s, step_s)
+            planner.observe_step(
+                num_tokens=size.num_tokens,
+                context_len=size.context_len,
+                target_s=target_s,
+                draft_s=phases["draft"],
+                num_drafted_for=0 if self.drafting is None else self.drafting.num_joined,
+                overhead_s=step_s - target_s - phases["draft"],
+            )
+
         if self.drafting is None:
             observe()
         else:
