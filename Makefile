@@ -15,7 +15,7 @@ help:
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: requirements.txt pyproject.toml
+$(VENV)/.ready: requirements.txt pyproject.toml setup.py $(wildcard dspark/csrc/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dspark needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
@@ -38,4 +38,4 @@ bench: setup
 	$(BIN)/dspark bench --compare-transformers $(ARGS)
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dspark/_kernels*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from dspark.config import (
@@ -13,6 +14,7 @@ from dspark.config import (
     FALLBACK_STRATEGIES,
     SCHEDULERS,
     VERIFICATIONS,
+    WEIGHTS,
     EngineConfig,
     engine_config_from,
     load_engine_config,
@@ -23,6 +25,7 @@ ENGINE_FLAGS: dict[str, tuple[str, ...]] = {
     "model": ("model",),
     "drafter": ("drafter",),
     "dtype": ("dtype",),
+    "weights": ("weights",),
     "device": ("device",),
     "threads": ("num_threads",),
     "max_model_len": ("max_model_len",),
@@ -54,15 +57,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, with_drafter: bool = Tr
         group.add_argument(flag, default=argparse.SUPPRESS, help=f"{text} (default: {value})", **more)
 
     group.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="settings in YAML")
-    add("--model", defaults.model, "smollm2-135m, a folder, a GGUF file or a hub id")
-    if with_drafter:
-        add(
-            "--drafter", defaults.drafter,
-            "auto (the drafter that ships for the model together with n-gram, else ngram), none, ngram, dspark (the "
-            "shipped one alone), a DSpark drafter or a smaller model (folder, GGUF or hub id); +ngram after the last "
-            "two adds n-gram, as in dspark+ngram",
-        )  # fmt: skip
-    add("--dtype", defaults.dtype, "type of weights and KV; auto is float32 on CPU", choices=DTYPES)
+    _add_model_flags(add, defaults, with_drafter=with_drafter)
     add("--device", defaults.device, "torch device")
     add("--threads", "torch's choice", "CPU threads", type=int)
     add("--max-model-len", "the model's", "prompt and output tokens at most", type=int)
@@ -102,6 +97,23 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, with_drafter: bool = Tr
     group.add_argument(
         "--no-prefix-caching", dest="prefix_caching", action="store_false", default=argparse.SUPPRESS,
         help="compute every prompt from its start",
+    )  # fmt: skip
+
+
+def _add_model_flags(add: Callable[..., None], defaults: EngineConfig, *, with_drafter: bool) -> None:
+    add("--model", defaults.model, "smollm2-135m, a folder, a GGUF file or a hub id")
+    if with_drafter:
+        add(
+            "--drafter", defaults.drafter,
+            "auto (the drafter that ships for the model together with n-gram, else ngram), none, ngram, dspark (the "
+            "shipped one alone), a DSpark drafter or a smaller model (folder, GGUF or hub id); +ngram after the last "
+            "two adds n-gram, as in dspark+ngram",
+        )  # fmt: skip
+    add("--dtype", defaults.dtype, "type of activations and KV; auto is float32 on CPU", choices=DTYPES)
+    add(
+        "--weights", defaults.weights,
+        "how matrices are held in float32 on CPU; auto: as the checkpoint has them; gguf: blocks of a GGUF file",
+        choices=WEIGHTS,
     )  # fmt: skip
 
 

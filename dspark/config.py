@@ -16,6 +16,7 @@ from dspark.request import MAX_DRAFT_TOKENS
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("auto", "float32", "float16", "bfloat16", "int8", "gguf")
 DRAFTER_LAYOUTS = ("auto", "deepspec", "speculators")
 DEFAULT_NUM_DRAFT_TOKENS = 5
 MAX_THREADS = 1024
@@ -141,6 +142,9 @@ class EngineConfig:
     # of the same vocabulary, the last three also with "+ngram"; "auto": what ships and n-gram, or n-gram alone.
     drafter: str = "auto"
     dtype: str = "auto"  # "auto" is float32 on CPU, bfloat16 elsewhere
+    # How the compiled kernels hold matrices; "auto": exactly as the checkpoint has them, in the smallest form. Others
+    # round, or ("gguf") are the blocks of a GGUF file.
+    weights: str = "auto"
     device: str = "cpu"  # a torch device
     num_threads: int | None = None  # CPU threads of the forward pass; None: torch's choice
     max_model_len: int | None = None  # prompt plus output; None: what the model allows
@@ -150,6 +154,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("dtype", self.dtype, DTYPES)
+        _require_one_of("weights", self.weights, WEIGHTS)
         if self.num_threads is not None:
             _require_at_least("num_threads", self.num_threads, 1)
             if self.num_threads > MAX_THREADS:

@@ -1,10 +1,12 @@
-"""A tiny Llama in a GGUF file, with F32 tensors and a small byte-level tokenizer, as llama.cpp would store it."""
+"""A tiny Llama in a GGUF file, plain or quantised, with a small byte-level tokenizer, as llama.cpp would store it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import gguf.quants
 import numpy as np
 import transformers
 from tokenizers import pre_tokenizers
@@ -41,11 +43,12 @@ def write_gguf(
     without: str | None = None,
     extra: str | None = None,
     scales_rotary: str | None = None,
+    quantization: Callable[[str], gguf.GGMLQuantizationType | None] = lambda name: None,
 ) -> None:
     """Write `model` (its vocabulary must have `len(TOKENS)` rows) to `path`.
 
     `without` names a parameter to leave out, `extra` a tensor to add; `scales_rotary` is "tensor" or "keys", the two
-    ways a file says so.
+    ways a file says so. `quantization` gives the block format of a tensor by its name in the file; None: F32.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -78,7 +81,12 @@ def write_gguf(
         writer.add_tensor(extra, np.ones(config.hidden_size, dtype=np.float32))
     for name, parameter in model.named_parameters():
         if name != without:
-            writer.add_tensor(*_stored(name, parameter.detach().numpy(), config))
+            stored_name, values = _stored(name, parameter.detach().numpy(), config)
+            kind = quantization(stored_name)
+            if kind is None:
+                writer.add_tensor(stored_name, values)
+            else:
+                writer.add_tensor(stored_name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,18 +18,6 @@ PEAK_REPEATS = 5
 PEAK_LIMIT_S = 0.5  # of repeats, on a slow machine
 
 
-def weight_bytes(decoder: Decoder) -> int:
-    """Return the bytes of weights that each pass reads: all matrices, the output head once.
-
-    Norms and biases are left out (0.1 % of a small model), and so are the few rows of the embedding that are looked up.
-    """
-    config = decoder.config
-    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * config.hidden_size
-    mlp = 3 * config.intermediate_size * config.hidden_size
-    head = config.vocab_size * config.hidden_size
-    return (config.num_layers * (attention + mlp) + head) * decoder.dtype.itemsize
-
-
 def context_bytes(decoder: Decoder, num_context_tokens: int) -> int:
     """Return the bytes of keys and values that a pass reads for so many tokens of context, those of all rows."""
     return num_context_tokens * num_bytes_per_token(decoder.config, decoder.dtype)

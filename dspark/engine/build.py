@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from dspark.config import DEFAULT_CONFIDENCE_THRESHOLD, EngineConfig, SpeculationConfig, resolved_max_size
-from dspark.engine.bandwidth import weight_bytes
 from dspark.engine.capacity_cache import PEAK, MachineTimes, machine_times
 from dspark.engine.compute_thread import ComputeThread
 from dspark.engine.drafter_choice import DrafterChoice, choose_drafter
@@ -125,7 +124,8 @@ def _load_model(name: str, config: EngineConfig, compute: ComputeThread) -> Load
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     folder = resolve_model(name)
-    decoder = load_decoder(folder.path, dtype=_torch_dtype(config.dtype, device), device=device)
+    dtype = _torch_dtype(config.dtype, device)
+    decoder = load_decoder(folder.path, dtype=dtype, device=device, weights=config.weights)
     return LoadedModel(
         folder=folder,
         decoder=decoder,
@@ -197,7 +197,7 @@ def _build_engine(
         planner=planner,
         compute=model.compute,
         model_name=model.folder.name,
-        num_weight_bytes=weight_bytes(model.decoder),
+        num_weight_bytes=model.decoder.num_weight_bytes,
     )
     peak = None if times is None else times.details.get(PEAK)
     if isinstance(peak, int | float):  # a capacity file of another engine does not know it

@@ -28,6 +28,7 @@ from dspark.engine.profile_rows import ROW_TOKENS, TOKENS_PER_MORE_ROW, ProfileL
 from dspark.engine.profiler import Progress, measure_draft_times, measure_times
 from dspark.engine.runner import TargetRunner
 from dspark.errors import ConfigError
+from dspark.models.kernels import dtype_name, instruction_set
 from dspark.models.model_source import user_cache_folder
 from dspark.speculation.capacity import MeasuredTimes, read_measured_times, write_measured_times
 from dspark.speculation.proposal import Proposer
@@ -123,7 +124,8 @@ def capacity_key(
         "torch": torch.__version__,
         "hardware": device_name(decoder.device),
         "num_threads": torch.get_num_threads(),
-        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "kernels": instruction_set(),
+        "dtype": dtype_name(decoder.dtype),
         "num_draft_tokens": limits.num_draft_tokens if choice.source is not None else None,
         "max_batch_tokens": limits.max_batch_tokens,
         "max_size": limits.max_size,
@@ -138,6 +140,7 @@ def weights_identity(model: LoadedModel, choice: DrafterChoice) -> dict[str, Any
     return {
         "dspark": __version__,
         "model": model.folder.name,
+        "weight_bytes": model.decoder.num_weight_bytes,
         "model_hash": model.folder.gguf_sha256 or _config_hash(model.folder.path),
         "drafter": choice.source,
         "drafter_hash": None if choice.source is None else _config_hash(Path(choice.source).expanduser()),

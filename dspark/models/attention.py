@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dspark.batch import BatchRow, ForwardBatch, build_forward_batch
 from dspark.models.attention_buckets import BucketedBatch, attend_bucket, bucket_batch
+from dspark.models.kernels import LANES, can_run
 from dspark.models.model_config import DecoderConfig
 
 
@@ -74,6 +75,41 @@ class AttentionPlan:
         if bucketed.output_indices is None:
             return output
         return output.index_select(0, bucketed.output_indices)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether `rotate_and_attend` serves this batch."""
+        return self._attention.has_kernel(self._batch.input_ids.device)
+
+    def rotate_and_attend(self, qkv: Tensor, phases: Tensor, pool: Tensor, *, window: int | None) -> Tensor:
+        """Rotate queries and keys, write keys and values to `pool`, attend; returns [T, H * Dh].
+
+        qkv [T, (H + 2 * KVH) * Dh] contiguous float32, changed in place; phases [T, 1, Dh / 2] complex; float32 pool.
+        """
+        batch, config = self._batch, self._attention.config
+        phases = torch.view_as_real(phases)
+        torch.ops.dspark.rotate_and_store(qkv, phases, pool, batch.slot_mapping, config.num_heads)
+        pages, page_starts = self._flat_pages
+        attended: Tensor = torch.ops.dspark.attention(
+            qkv,
+            pool,
+            pages,
+            page_starts,
+            batch.positions,
+            config.num_heads,
+            window or 0,
+            config.attention_scale,
+            config.attention_softcap or 0.0,
+        )
+        return attended
+
+    @cached_property
+    def _flat_pages(self) -> tuple[Tensor, Tensor]:
+        """The page tables of all rows [P] int64, one after the other, and where each token's begins [T] int64."""
+        tables = self._batch.page_tables
+        starts = np.cumsum([0, *(len(table) for table in tables[:-1])])
+        per_token = np.repeat(starts, self._batch.query_lens).astype(np.int64)
+        return torch.from_numpy(np.concatenate(tables)), torch.from_numpy(per_token)
 
     def _attend_varlen(self, queries: Tensor, pool: Tensor, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -143,6 +179,10 @@ class PagedAttention:
                 self._scratch = torch.empty(max(sizes), dtype=pool.dtype, device=pool.device)
         scratches = [self._scratch[:size].view(-1, *page_shape) if size else None for size in sizes]
         return bucketed, scratches
+
+    def has_kernel(self, device: torch.device) -> bool:
+        """Tell whether the compiled kernels attend float32 pools of this model on `device`."""
+        return can_run(device, torch.float32) and self.config.head_dim % LANES == 0
 
     def uses_varlen(self, pool: Tensor) -> bool:
         """Tell whether torch's paged variable-length kernel serves pools like this one. Tried once, then remembered."""

@@ -42,15 +42,17 @@ class Decoder:
         self,
         config: DecoderConfig,
         *,
-        embedding: Tensor,  # [V, D]
+        embedding: Tensor | None,  # [V, D]; None: the head's rows
         layers: Sequence[DecoderLayer],
         final_norm: RMSNorm,
         head: PackedLinear,
+        dtype: torch.dtype,  # of what is computed, and of keys and values
+        device: torch.device,
     ) -> None:
         self.config = config
-        self.dtype = embedding.dtype
-        self.device = embedding.device
-        self.embedding = embedding  # [V, D], unscaled
+        self.dtype = dtype
+        self.device = device
+        self._embedding = embedding
         self._layers = list(layers)
         self._final_norm = final_norm
         self.head = head  # [V, D]
@@ -81,13 +83,8 @@ class Decoder:
         plan = self._attention.plan(batch)
         for index, layer in enumerate(self._layers):
             attended = self._attend(index, layer.input_norm(hidden), batch, kv_cache, plan, phases)
-            if layer.post_attention_norm is not None:
-                attended = layer.post_attention_norm(attended)
-            hidden[:num_tokens].add_(attended)
-            transformed = layer.mlp(layer.mlp_norm(hidden))
-            if layer.post_mlp_norm is not None:
-                transformed = layer.post_mlp_norm(transformed)
-            hidden.add_(transformed)
+            _add(hidden[:num_tokens], attended, layer.output, layer.post_attention_norm)
+            _add(hidden, layer.mlp.inner(layer.mlp_norm(hidden)), layer.mlp.down, layer.post_mlp_norm)
             self._tap(taps, tapped_layers, index, hidden[:num_tokens])
         return self._final_norm(hidden[:num_tokens]), None if taps is None else taps.flatten(1)
 
@@ -95,8 +92,26 @@ class Decoder:
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings [T, D] of `input_ids` [T], scaled as the family scales them; fresh memory."""
-        hidden = F.embedding(input_ids, self.embedding)
+        hidden = self.embed_unscaled(input_ids)
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
+
+    def embed_unscaled(self, input_ids: Tensor) -> Tensor:
+        """Return the rows [T, D] of the embedding for `input_ids` [T]; fresh memory."""
+        return self.head.rows(input_ids) if self._embedding is None else F.embedding(input_ids, self._embedding)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The embedding [V, D], unscaled: a copy where the head holds it packed."""
+        return self.head.unpacked_weight() if self._embedding is None else self._embedding
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of weights that each pass reads: all matrices, the output head once.
+
+        Norms and biases are left out (0.1 % of a small model), and so are the few rows of the embedding.
+        """
+        linears = [x for layer in self._layers for x in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+        return sum(linear.num_bytes for linear in (*linears, self.head))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [N, V] of `hidden` [N, D], rows of `forward`'s first result."""
@@ -115,7 +130,8 @@ class Decoder:
 
     def head_weight(self) -> Tensor:
         """Return the output head [V, D] in plain layout: a copy where it is packed."""
-        return self.embedding if self.config.ties_embeddings else self.head.unpacked_weight()
+        tied = self._embedding if self.config.ties_embeddings else None
+        return self.head.unpacked_weight() if tied is None else tied
 
     def _attend(
         self,
@@ -125,11 +141,16 @@ class Decoder:
         kv_cache: KVCache,
         plan: AttentionPlan,
         phases: dict[str, Tensor],
-    ) -> Tensor:  # [T, D]
+    ) -> Tensor:  # [T, H * Dh], what the output map is applied to
         config = self.config
         layer = self._layers[index]
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = layer.qkv(hidden)[: batch.num_tokens].unflatten(1, (-1, config.head_dim))
+        if plan.has_kernel and qkv.dtype == kv_cache.dtype == torch.float32:
+            if layer.head_norm is not None:
+                qkv[:, :num_rotated] = layer.head_norm(qkv[:, :num_rotated])
+            rotations = phases[config.layer_types[index]]
+            return plan.rotate_and_attend(qkv.flatten(1), rotations, kv_cache.pools[index], window=config.window(index))
         queries_keys = qkv[:, :num_rotated]
         if layer.head_norm is not None:
             queries_keys = layer.head_norm(queries_keys)
@@ -137,7 +158,7 @@ class Decoder:
         kv_cache.write(index, queries_keys[:, config.num_heads :], qkv[:, num_rotated:], batch.slot_mapping)
         queries = queries_keys[:, : config.num_heads]
         attended = plan.attend(queries, kv_cache.pools[index], window=config.window(index))
-        return layer.output(attended.flatten(1))
+        return attended.flatten(1)
 
     @staticmethod
     def _tap(taps: Tensor | None, tapped_layers: Sequence[int], index: int, hidden: Tensor) -> None:
@@ -146,3 +167,11 @@ class Decoder:
         for column, tap in enumerate(tapped_layers):
             if tap == index:
                 taps[:, column] = hidden
+
+
+def _add(hidden: Tensor, x: Tensor, linear: PackedLinear, norm: RMSNorm | None) -> None:
+    """Add the map of `x`, normed if the family does so, to `hidden` in place."""
+    if norm is None:
+        linear.add_to(hidden, x)
+    else:
+        hidden.add_(norm(linear(x)))

@@ -5,8 +5,9 @@ T context positions, R requests, B slots of a block, K proposals, m taps, D hidd
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,6 +69,7 @@ class Drafter:
         config: DrafterConfig,
         tensors: Mapping[str, Tensor],
         *,
+        embed: Callable[[Tensor], Tensor] | None = None,  # ids [T] -> [T, D], in place of the stored table
         head: PackedLinear | None = None,  # [Vd, D] in place of the stored one
         temperatures: Sequence[float] | None = None,  # [K] of the confidence logits; None: not calibrated, all 1
     ) -> None:
@@ -81,7 +83,7 @@ class Drafter:
         temperatures = [1.0] * config.num_draft_tokens if temperatures is None else temperatures
         assert len(temperatures) == config.num_draft_tokens, (temperatures, config.num_draft_tokens)
         self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=self.device)
-        self._embedding = tensors[EMBEDDING]
+        self._embed = partial(F.embedding, weight=tensors[EMBEDDING]) if embed is None else embed
         self._head = PackedLinear(tensors[HEAD]) if head is None else head
         assert self._head.num_outputs == config.draft_vocab_size, (self._head.num_outputs, config.draft_vocab_size)
         self._projection = PackedLinear(tensors["fc.weight"])
@@ -117,12 +119,12 @@ class Drafter:
         ids = torch.full((num_rows, size), config.mask_token_id)
         ids[:, 0] = torch.tensor([row.anchor_token_id for row in rows])
         positions = torch.tensor([row.anchor_position for row in rows])[:, None] + torch.arange(size)
-        hidden = F.embedding(ids.to(self.device).flatten(), self._embedding)  # [R * B, D]
+        hidden = self._embed(ids.to(self.device).flatten())  # [R * B, D]
         phases = self._rotary.phases(positions.to(self.device).flatten())
         plan = self._attention.plan(rows, page_size=kv_cache.page_size, dtype=self.dtype, device=self.device)
         for index, layer in enumerate(self._layers):
             hidden.add_(self._attend(index, layer.input_norm(hidden), phases, plan, kv_cache))
-            hidden.add_(layer.mlp(layer.mlp_norm(hidden)))
+            layer.mlp.down.add_to(hidden, layer.mlp.inner(layer.mlp_norm(hidden)))
         return self._final_norm(hidden).unflatten(0, (num_rows, size))
 
     def with_base_logits(self, hidden: Tensor, *, num_proposals: int | None = None) -> DraftedBlocks:
@@ -192,10 +194,15 @@ def load_drafter(folder: Path, target: Decoder, *, tokenizer_size: int, layout: 
         checkpoint = fit_vocabulary(checkpoint.completed(target), target.config.vocab_size)
         tensors = checkpoint.tensors
         # A drafter's embedding and head are copies of its target's, and large: the same memory serves both.
-        if torch.equal(tensors[EMBEDDING], target.embedding):
-            tensors[EMBEDDING] = target.embedding
+        shares_embedding = torch.equal(tensors[EMBEDDING], target.embedding)
         shares_head = torch.equal(tensors[HEAD], target.head_weight())
-        return Drafter(checkpoint.config, tensors, head=target.head if shares_head else None, temperatures=temperatures)
+        return Drafter(
+            checkpoint.config,
+            tensors,
+            embed=target.embed_unscaled if shares_embedding else None,
+            head=target.head if shares_head else None,
+            temperatures=temperatures,
+        )
 
 
 def fit_vocabulary(checkpoint: DrafterCheckpoint, vocab_size: int) -> DrafterCheckpoint:

@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark.errors import CheckpointError, first_line
+from dspark.models.gguf_blocks import write_blocks
 from dspark.models.model_config import decoder_config_from, read_json_object, reraise_interrupt
 
 # Part of the folder's name: raise it when the conversion changes, so that old results are not used.
-CONVERSION_VERSION = 2
+CONVERSION_VERSION = 3
 # Names and sizes in bytes of the folder's other files, by which later damage is noticed.
 MANIFEST_NAME = "conversion_manifest.json"
 # Leftovers of a killed conversion are removed once they are older than any conversion takes.
@@ -127,7 +128,7 @@ def _convert_model(gguf_path: Path, folder: Path, *, num_tensors: int) -> None:
     )
     model, loading = loaded
     model.config.save_pretrained(folder)
-    decoder_config_from(folder)  # refuses what the decoder cannot run
+    config = decoder_config_from(folder)  # refuses what the decoder cannot run
     missing = sorted(loading["missing_keys"])
     if missing:  # transformers fills them with random numbers
         raise CheckpointError(
@@ -145,6 +146,7 @@ def _convert_model(gguf_path: Path, folder: Path, *, num_tensors: int) -> None:
             "model's safetensors folder instead"
         )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_blocks(gguf_path, folder, tensors, head_dim=config.head_dim)
 
 
 def _smallest_exact(tensor: Tensor) -> Tensor:

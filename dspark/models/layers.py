@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.models.kernels import FLOAT_FORMATS, BlockRows, KernelMatrix, WeightFormat, can_run
 from dspark.models.model_config import RotaryConfig
 
 
@@ -21,17 +22,42 @@ class PackedLinear:
     `F.linear` on CPU lays the weight out again at each call with few rows, which costs as much as the product.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Take `weight` [out, in]; on CPU it is copied into packed form, so the caller may drop it."""
+    def __init__(
+        self, weight: Tensor | BlockRows, bias: Tensor | None = None, *, weight_format: WeightFormat | None = None
+    ) -> None:
+        """Take `weight` [out, in]; where it is laid out anew it is copied, so the caller may drop it.
+
+        The compiled kernels keep float32 weights in `weight_format`; None: the smallest float format that is exact.
+        """
         self.num_outputs, self.num_inputs = weight.shape
         self._bias = bias
+        self._matrix: KernelMatrix | None = None
+        if isinstance(weight, BlockRows) or can_run(weight.device, weight.dtype):
+            self._matrix = KernelMatrix(weight, weight_format)
+            self.min_rows = 1
+            return
+        assert weight_format in (None, FLOAT_FORMATS.get(weight.dtype)), (weight_format, weight.dtype)
         self._is_packed = _can_pack(weight)
         # Fewer rows are padded here; who has several products to make pads once.
         self.min_rows = _min_packed_rows(weight.dtype) if self._is_packed else 1
         with torch.no_grad():
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_packed else weight
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the compiled kernels hold the weight."""
+        return self._matrix is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights that a product reads."""
+        if self._matrix is not None:
+            return self._matrix.num_bytes
+        return self.num_outputs * self.num_inputs * self._weight.dtype.itemsize
+
     def __call__(self, x: Tensor) -> Tensor:  # [T, in] -> [T, out]
+        if self._matrix is not None:
+            return self._matrix.product(x.contiguous(), self._bias)
         if not self._is_packed:
             return F.linear(x, self._weight, self._bias)
         num_rows = x.shape[0]
@@ -39,8 +65,21 @@ class PackedLinear:
             x = F.pad(x, (0, 0, 0, self.min_rows - num_rows))
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")[:num_rows]
 
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        """Add the map of `x` [T, in] to `y` [T, out] in place."""
+        if self._matrix is not None and y.is_contiguous():
+            self._matrix.add_product(y, x.contiguous(), self._bias)
+        else:
+            y.add_(self(x))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `ids` [n] of the weight, [n, in]; a look-up where the layout is plain or the kernels'."""
+        return self._matrix.rows(ids) if self._matrix is not None else F.embedding(ids, self.unpacked_weight())
+
     def unpacked_weight(self) -> Tensor:
         """Return the weight [out, in] in plain layout: a copy where it was packed, the very memory where not."""
+        if self._matrix is not None:
+            return self._matrix.dense()
         return self._weight.to_dense() if self._is_packed else self._weight
 
 
@@ -68,11 +107,15 @@ class RMSNorm:
         """`adds_one`: the weight is stored minus one (Gemma) and then applied in float32, as Gemma does."""
         self._in_float32 = adds_one
         self._weight = weight.float() + 1.0 if adds_one else weight
+        self._has_kernel = can_run(weight.device, self._weight.dtype)
         self._shape = weight.shape
         self._eps = eps
         self._eps_tensor = torch.full((1, 1), eps, dtype=self._weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, D]
+        if self._has_kernel and x.dtype == torch.float32:
+            normed: Tensor = torch.ops.dspark.rms_norm(x.contiguous(), self._weight, self._eps)
+            return normed
         if self._in_float32 and x.dtype != torch.float32:
             return F.rms_norm(x.float(), self._shape, self._weight, self._eps).to(x.dtype)
         if x.dtype == torch.float32 and x.device.type == "cpu":
@@ -136,13 +179,22 @@ class GatedMlp:
     """activation(gate) * up, projected down, with gate and up in one product."""
 
     def __init__(self, gate_up: PackedLinear, down: PackedLinear, activation: str) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
+        self._activation = activation
         self._activate = ACTIVATIONS[activation]
 
+    def inner(self, x: Tensor) -> Tensor:  # [T, D] -> [T, inner size]
+        """Return what `down` is applied to."""
+        gate_up = self.gate_up(x)
+        if self._activation == "silu" and can_run(gate_up.device, gate_up.dtype):
+            inner: Tensor = torch.ops.dspark.silu_mul(gate_up)
+            return inner
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._activate(gate).mul_(up)
+
     def __call__(self, x: Tensor) -> Tensor:  # [T, D]
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._activate(gate).mul_(up))
+        return self.down(self.inner(x))
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dspark.errors import CheckpointError
+from dspark.errors import CheckpointError, ConfigError
 from dspark.models.decoder import Decoder, DecoderLayer
+from dspark.models.gguf_blocks import BlockFile, open_blocks
+from dspark.models.kernels import BlockRows, WeightFormat, can_run, dtype_name, instruction_set
 from dspark.models.layers import GatedMlp, HeadNorm, PackedLinear, RMSNorm, pair_rows
 from dspark.models.model_config import DecoderConfig, decoder_config_from, read_json_object
 
@@ -19,39 +21,99 @@ STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _OTHER_TOWERS = ("vision_tower.", "multi_modal_projector.")
 _HEAD = "lm_head.weight"
 
-TensorReader = Callable[[str], Tensor]
 
-
-def load_decoder(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+def load_decoder(folder: Path, *, dtype: torch.dtype, device: torch.device, weights: str = "auto") -> Decoder:
     """Load the decoder in `folder` (config.json and safetensors, one file or sharded with an index).
 
-    Raises `CheckpointError` naming the file or tensor that is missing, unexpected, ill-shaped, quantised or damaged.
+    `weights` says how the compiled kernels hold matrices, where they run (`config.WEIGHTS`); "auto": as the checkpoint
+    has them, exactly. Raises `CheckpointError` naming the file or tensor that is missing, unexpected, ill-shaped,
+    quantised or damaged, and `ConfigError` for weights that cannot be had here.
     """
     config = decoder_config_from(folder)
     tensors = CheckpointTensors(folder, canonical_name=_canonical_name)
     tensors.check(_expected_shapes(config), optional={_HEAD})  # a tied head may be stored; transformers ignores it too
-
-    def read(name: str) -> Tensor:
-        # A copy, for the stored tensor is a window on the memory-mapped file.
-        return tensors.read(name).to(device=device, dtype=dtype, copy=True)
-
+    reader = _Reader(tensors, open_blocks(folder), dtype, device, weights)
     with torch.inference_mode(False), torch.no_grad():
-        embedding = read("model.embed_tokens.weight")
-        head_weight = embedding if config.ties_embeddings else read(_HEAD)
+        head = reader.linear("model.embed_tokens" if config.ties_embeddings else "lm_head")
+        # A tied embedding is looked up in the kernels' matrix, and takes no memory of its own.
+        is_shared = config.ties_embeddings and head.has_kernel
         return Decoder(
             config,
-            embedding=embedding,
-            layers=[_load_layer(config, f"model.layers.{index}.", read) for index in range(config.num_layers)],
-            final_norm=_load_norm(config, "model.norm.weight", read),
-            head=PackedLinear(head_weight),
+            embedding=None if is_shared else reader.tensor("model.embed_tokens.weight"),
+            layers=[_load_layer(config, f"model.layers.{index}.", reader) for index in range(config.num_layers)],
+            final_norm=reader.norm("model.norm", config),
+            head=head,
+            dtype=dtype,
+            device=device,
         )
 
 
-def _load_layer(config: DecoderConfig, prefix: str, read: TensorReader) -> DecoderLayer:
+class _Reader:
+    """Reads the tensors of a checkpoint, and puts matrices into the form that `weights` asks for."""
+
+    def __init__(
+        self,
+        tensors: CheckpointTensors,
+        blocks: BlockFile | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: str,
+    ) -> None:
+        self._tensors = tensors
+        self._dtype, self._device = dtype, device
+        has_kernels = can_run(device, dtype)
+        if not has_kernels and weights not in ("auto", dtype_name(dtype)):
+            raise ConfigError(
+                f"weights in {weights} need the compiled kernels, which compute in float32 on a CPU with AVX2; this is "
+                f"{dtype_name(dtype)} on {device}{'' if instruction_set() else ' without them'}; use --weights auto"
+            )
+        if weights == "gguf" and blocks is None:
+            raise ConfigError(
+                "weights 'gguf' are the blocks of a GGUF file in Q4_0, Q4_1 or Q8_0, and this model has none; use "
+                "--weights auto, or such a file as --model"
+            )
+        self._blocks = blocks if has_kernels and weights in ("auto", "gguf") else None
+        self._format = WeightFormat[weights.upper()] if has_kernels and weights not in ("auto", "gguf") else None
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a copy, for the stored tensor is a window on the memory-mapped file."""
+        return self._tensors.read(name).to(device=self._device, dtype=self._dtype, copy=True)
+
+    def norm(self, name: str, config: DecoderConfig) -> RMSNorm:
+        """Return the norm with the weight of `name`."""
+        return RMSNorm(self.tensor(f"{name}.weight"), config.rms_norm_eps, adds_one=config.norm_adds_one)
+
+    def linear(self, *names: str, has_bias: bool = False, num_rotated: int = 0, head_dim: int = 0) -> PackedLinear:
+        """Return the maps `names` side by side, the first `num_rotated` in rotary order of heads of `head_dim`."""
+
+        def fused(parts: Iterable[Tensor]) -> Tensor:
+            ordered = [pair_rows(part, head_dim) if i < num_rotated else part for i, part in enumerate(parts)]
+            return torch.cat(ordered)
+
+        weight: Tensor | BlockRows | None = None if self._blocks is None else _fused_blocks(self._blocks, names, fused)
+        if weight is None:
+            weight = fused(self.tensor(f"{name}.weight") for name in names)
+        bias = fused(self.tensor(f"{name}.bias") for name in names) if has_bias else None
+        return PackedLinear(weight, bias, weight_format=self._format)
+
+
+def _fused_blocks(
+    blocks: BlockFile, names: Sequence[str], fused: Callable[[Iterable[Tensor]], Tensor]
+) -> BlockRows | None:
+    """Return the blocks of the maps `names` side by side; None where one has none or they differ in format."""
+    parts = [blocks.read(f"{name}.weight") for name in names]
+    known = [part for part in parts if part is not None]
+    formats = {part.format for part in known}
+    if len(known) < len(parts) or len(formats) > 1:
+        return None
+    return BlockRows(formats.pop(), fused(part.blocks for part in known))
+
+
+def _load_layer(config: DecoderConfig, prefix: str, reader: _Reader) -> DecoderLayer:
     head_norm = None
     if config.has_qk_norm:
         query_norm, key_norm = (
-            pair_rows(read(f"{prefix}self_attn.{name}_norm.weight"), config.head_dim) for name in ("q", "k")
+            pair_rows(reader.tensor(f"{prefix}self_attn.{name}_norm.weight"), config.head_dim) for name in ("q", "k")
         )
         head_norm = HeadNorm(
             query_norm,
@@ -61,43 +123,29 @@ def _load_layer(config: DecoderConfig, prefix: str, read: TensorReader) -> Decod
             config.rms_norm_eps,
             adds_one=config.norm_adds_one,
         )
+
+    def norm(name: str) -> RMSNorm:
+        return reader.norm(f"{prefix}{name}_layernorm", config)
+
+    def linear(*names: str, has_bias: bool, **rotary: int) -> PackedLinear:
+        return reader.linear(*(f"{prefix}{name}_proj" for name in names), has_bias=has_bias, **rotary)
+
     gemma = config.has_sandwich_norms
-    mlp_norm = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+    attention = [f"self_attn.{name}" for name in ("q", "k", "v")]
     return DecoderLayer(
-        input_norm=_load_norm(config, f"{prefix}input_layernorm.weight", read),
-        qkv=_load_qkv(config, f"{prefix}self_attn.", read),
+        input_norm=norm("input"),
+        qkv=linear(*attention, has_bias=config.has_qkv_bias, num_rotated=2, head_dim=config.head_dim),
         head_norm=head_norm,
-        output=_load_linear(f"{prefix}self_attn.o_proj", read, has_bias=config.has_output_bias),
-        post_attention_norm=_load_norm(config, f"{prefix}post_attention_layernorm.weight", read) if gemma else None,
-        mlp_norm=_load_norm(config, f"{prefix}{mlp_norm}.weight", read),
+        output=linear("self_attn.o", has_bias=config.has_output_bias),
+        post_attention_norm=norm("post_attention") if gemma else None,
+        mlp_norm=norm("pre_feedforward" if gemma else "post_attention"),
         mlp=GatedMlp(
-            _load_fused(f"{prefix}mlp.", ("gate_proj", "up_proj"), read, has_bias=config.has_mlp_bias),
-            _load_linear(f"{prefix}mlp.down_proj", read, has_bias=config.has_mlp_bias),
+            linear("mlp.gate", "mlp.up", has_bias=config.has_mlp_bias),
+            linear("mlp.down", has_bias=config.has_mlp_bias),
             config.activation,
         ),
-        post_mlp_norm=_load_norm(config, f"{prefix}post_feedforward_layernorm.weight", read) if gemma else None,
+        post_mlp_norm=norm("post_feedforward") if gemma else None,
     )
-
-
-def _load_norm(config: DecoderConfig, name: str, read: TensorReader) -> RMSNorm:
-    return RMSNorm(read(name), config.rms_norm_eps, adds_one=config.norm_adds_one)
-
-
-def _load_linear(name: str, read: TensorReader, *, has_bias: bool) -> PackedLinear:
-    return PackedLinear(read(f"{name}.weight"), read(f"{name}.bias") if has_bias else None)
-
-
-def _load_fused(prefix: str, names: tuple[str, ...], read: TensorReader, *, has_bias: bool) -> PackedLinear:
-    weight = torch.cat([read(f"{prefix}{name}.weight") for name in names])
-    return PackedLinear(weight, torch.cat([read(f"{prefix}{name}.bias") for name in names]) if has_bias else None)
-
-
-def _load_qkv(config: DecoderConfig, prefix: str, read: TensorReader) -> PackedLinear:
-    def fused(kind: str) -> Tensor:
-        queries, keys, values = (read(f"{prefix}{name}_proj.{kind}") for name in ("q", "k", "v"))
-        return torch.cat([pair_rows(queries, config.head_dim), pair_rows(keys, config.head_dim), values])
-
-    return PackedLinear(fused("weight"), fused("bias") if config.has_qkv_bias else None)
 
 
 def _expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from dspark_bench import VOCAB, engine_over, make_drafter
 from toys import make_requests, run_requests
 
 from dspark.batch import BatchRow
-from dspark.engine.bandwidth import context_bytes, measure_peak_bytes_per_s, weight_bytes
+from dspark.engine.bandwidth import context_bytes, measure_peak_bytes_per_s
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.profile_rows import ProfileLimits, ProfileRows
 from dspark.engine.profiler import measure_draft_times, measure_times, warm_up_passes
@@ -426,7 +426,7 @@ def test_the_bytes_of_a_pass_are_those_of_all_matrices():
             torch.empty(64, config.intermediate_size),
         )
     )
-    assert weight_bytes(tiny_target()) == 4 * (6 * layer + 256 * 64)
+    assert tiny_target().num_weight_bytes == 4 * (6 * layer + 256 * 64)
     assert context_bytes(tiny_target(), 10) == 10 * 4 * 2 * 6 * config.num_kv_heads * config.head_dim
 
 

@@ -396,7 +396,7 @@ def test_padding_of_the_target_can_be_read_and_is_never_proposed(tmp_path: Path)
 
 def test_a_deepspec_drafter_shares_the_embedding_and_head_of_its_target() -> None:
     drafter = load(FIXTURES / "deepspec_vanilla")
-    assert drafter._embedding is tiny_target().embedding
+    assert drafter._embed == tiny_target().embed_unscaled
     assert drafter._head is tiny_target().head
 
 

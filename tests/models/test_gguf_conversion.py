@@ -209,7 +209,7 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_the_first_of_two_conversions_wins(gguf: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     def fetch_while_another_finishes(_: Path) -> Path:
-        winner = tmp_path / "models" / f"m-{'0' * 16}-v2"
+        winner = tmp_path / "models" / f"m-{'0' * 16}-v3"
         winner.mkdir()
         (winner / "config.json").write_text("{}")
         (winner / MANIFEST_NAME).write_text('{"config.json": 2}')
@@ -273,7 +273,7 @@ def test_two_repairs_at_once_leave_one_whole_folder(
 ) -> None:
     """Both see the damage before either repairs it; the second keeps what the first has published."""
     (tmp_path / "models").mkdir()
-    copy = tmp_path / "models" / f"m-{'0' * 16}-v2"
+    copy = tmp_path / "models" / f"m-{'0' * 16}-v3"
     shutil.copytree(folder, copy)
     truncate_weights(copy)
     both_saw_it = threading.Barrier(2, timeout=60)
@@ -305,7 +305,7 @@ def test_two_repairs_at_once_leave_one_whole_folder(
 def test_result_of_an_older_conversion_is_removed(
     gguf: tuple[Path, torch.Tensor], folder: Path, tmp_path: Path
 ) -> None:
-    old, other = tmp_path / "models" / folder.name.replace("-v2", "-v1"), tmp_path / "models" / "other-0-v1"
+    old, other = tmp_path / "models" / folder.name.replace("-v3", "-v1"), tmp_path / "models" / "other-0-v1"
     for path in (old, other):
         path.mkdir(parents=True)
         (path / "config.json").write_text("{}")
