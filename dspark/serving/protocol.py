@@ -10,14 +10,15 @@ import difflib
 import hashlib
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
 from dspark.errors import RequestError
 from dspark.request import MAX_SEED, MAX_STOP_STRING_LEN, MAX_TOP_LOGPROBS, SamplingParams
-from dspark.serving.unsupported_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, NEUTRAL_MESSAGE, drop_neutral
+from dspark.serving.chat_messages import STRICT, ChatMessage
+from dspark.serving.unsupported_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, drop_neutral
 
 MAX_CHOICES = 128  # `n`, the OpenAI API's limit
 MAX_SEQUENCES = 1024  # choices of one call: prompts times n
@@ -57,8 +58,7 @@ class SamplingDefaults(Protocol):
 
 
 class _Model(BaseModel):
-    # Strict: "5" and true are not 5. Defaults are the API's, not None, where null means "the default".
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = STRICT
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -252,29 +252,6 @@ class CompletionRequest(_GenerationRequest):
                 f"{len(self.prompt)} prompts with n {self.n} are more than {MAX_SEQUENCES} completions; send fewer",
                 param="prompt",
             )
-
-
-class TextPart(_Model):
-    """One part of a message's content; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Model):
-    """One message. Which roles exist is the chat template's business."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_MESSAGE
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def as_template_input(self) -> dict[str, Any]:
-        """Return what chat templates take; text parts are joined by newlines."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
 
 
 class ChatCompletionRequest(_GenerationRequest):
