@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -64,6 +65,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template's source."""
+        return self._chat_template
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the chat template reads."""
+        return frozenset(meta.find_undeclared_variables(_template_environment().parse(self._chat_template or "")))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; special tokens written in it become their ids.
@@ -244,11 +255,14 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _template_environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(extensions=[_GenerationBlocks, loopcontrols])
+
+
 def _check_template(template: str, path: Path) -> None:
     """Raise `CheckpointError` for a template that jinja cannot compile as transformers will; it is not run."""
-    environment = ImmutableSandboxedEnvironment(extensions=[_GenerationBlocks, loopcontrols])
     try:
-        environment.compile(template)
+        _template_environment().compile(template)
     except Exception as error:  # jinja raises its own kinds, and those of Python's compiler
         line = getattr(error, "lineno", None)
         where = "" if line is None else f" in line {line}"

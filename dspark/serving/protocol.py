@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError, from_json
 from dspark.errors import RequestError
 from dspark.request import MAX_SEED, MAX_STOP_STRING_LEN, MAX_TOP_LOGPROBS, SamplingParams
 from dspark.serving.chat_messages import STRICT, ChatMessage
+from dspark.serving.tool_choice import MAX_TOOLS, Tool, ToolChoice, callable_tools
 from dspark.serving.unsupported_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, drop_neutral
 
 MAX_CHOICES = 128  # `n`, the OpenAI API's limit
@@ -194,10 +195,11 @@ class _GenerationRequest(_Model):
         choice: int = 0,
         default_max_tokens: int | None = None,
         bad_token_sequences: Sequence[Sequence[int]] = (),
+        kept_token_ids: Sequence[int] = (),
     ) -> SamplingParams:
         """Return the parameters of one choice: the request's, else the model's defaults, else our own.
 
-        `bad_token_sequences` are the tokens of its bad words.
+        `bad_token_sequences` are the tokens of its bad words, `kept_token_ids` the special ones that mark up answers.
         Choices of a seeded request get seeds of their own; choice 0 gets the request's. Raises `RequestError`.
         """
         values: dict[str, Any] = {
@@ -206,6 +208,7 @@ class _GenerationRequest(_Model):
             "num_draft_tokens": self.speculation.num_draft_tokens if self.speculation else None,
             "logprobs": self.num_top_logprobs,
             "bad_token_sequences": bad_token_sequences,
+            "kept_token_ids": kept_token_ids,
         }
         for name in (*_SAMPLING_VALUES, *_SAMPLING_FLAGS):
             values[name] = getattr(self, name)
@@ -265,6 +268,10 @@ class ChatCompletionRequest(_GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: Annotated[bool, _or_default(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _or_default(0)] = 0
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), _or_default([])] = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool, _or_default(True)] = True  # False: the answer ends with its first call
+    include_reasoning: Annotated[bool, _or_default(True)] = True
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -281,6 +288,9 @@ class ChatCompletionRequest(_GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        for index, message in enumerate(self.messages):
+            message.check(f"messages[{index}]")
+        callable_tools(self.tools, self.tool_choice)
         if self.top_logprobs and not self.logprobs:
             raise RequestError(
                 f"top_logprobs ({self.top_logprobs}) needs logprobs; set logprobs to true", param="top_logprobs"
@@ -340,7 +350,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part != "str":
+        elif part.isidentifier() and part not in ("str", "NamedTool"):
             path += f".{part}"
     return path if len(path) <= MAX_SHOWN_PATH else f"{path[:MAX_SHOWN_PATH]}..."
 
