@@ -33,7 +33,8 @@ class ToyTokenizer:
         self.special_token_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size()
         self.chat_template = chat_template
-        self.template_variables = {"tools"} if "tools" in chat_template else set()
+        self.tool_chat_template = chat_template
+        self.takes_tools = "tools" in chat_template
         self._prompt_end = prompt_end
         self.chat_calls: list[tuple[list[dict[str, Any]], bool, dict[str, Any] | None]] = []
 

@@ -106,7 +106,7 @@ class Answer:
         return to_json({**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()})
 
     def events(self, output: RequestOutput) -> Iterator[bytes]:
-        """Take in one output and return its events, one for each part; none when it holds nothing that was asked for."""
+        """Take in one output and return its events, one for each part; none when it has nothing that was asked for."""
         choice = self._choices[output.request_id]
         parts: Sequence[ChatPart | None] = self.add(output)
         wants_tokens = self._call.return_token_ids or self._call.has_continuous_usage or output.logprobs is not None

@@ -156,7 +156,7 @@ class _Api:
         is_chat = isinstance(call, ChatCompletionRequest)
         answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         requests: list[Request] = []
-        kept_token_ids = self._dialect.kept_token_ids if isinstance(call, ChatCompletionRequest) else ()
+        kept_token_ids = self._dialect.kept_token_ids(call) if isinstance(call, ChatCompletionRequest) else ()
         prompts = self._prompts(call)
         bad_token_sequences = self._bad_token_sequences(call)
         for prompt_token_ids in prompts:

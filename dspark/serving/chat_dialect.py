@@ -12,23 +12,32 @@ from dspark.errors import RequestError
 from dspark.request import FinishReason
 from dspark.serving.chat_messages import ChatMessage
 from dspark.serving.protocol import ChatCompletionRequest
-from dspark.serving.reasoning import REASONING_END, REASONING_START, Content, Reasoning, ReasoningCounter, ReasoningSplitter
+from dspark.serving.reasoning import (
+    REASONING_END,
+    REASONING_START,
+    Content,
+    Reasoning,
+    ReasoningCounter,
+    ReasoningSplitter,
+)
 from dspark.serving.tool_calls import CallPart, ToolCallParser
 from dspark.serving.tool_choice import callable_tools
 from dspark.serving.tool_formats import TOOL_FORMATS, ToolFormat, detect_tool_format
 from dspark.serving.tool_grammars import ToolGrammar
 
 ChatPart = Reasoning | CallPart
+_REASONING_MARKS: tuple[str, ...] = (REASONING_START, REASONING_END)
 _MAX_OPENING_TOKENS = 16  # at a prompt's end, among which a reasoning mark and the white space after it are
 
 
 class ChatTokenizer(HasBackend, Protocol):
     """What reading answers needs of a tokenizer."""
 
+    chat_template: str | None
+    tool_chat_template: str | None
+
     @property
-    def chat_template(self) -> str | None: ...
-    @property
-    def template_variables(self) -> Collection[str]: ...
+    def takes_tools(self) -> bool: ...
     @property
     def special_token_ids(self) -> Collection[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -43,20 +52,18 @@ class ChatDialect:
     has_reasoning: bool
     mark_token_ids: Mapping[str, int] = field(default_factory=dict)  # of the marks that are tokens of their own
 
-    @property
-    def kept_token_ids(self) -> tuple[int, ...]:
-        """Special tokens without which answers could not be read."""
-        return tuple(i for i in self.mark_token_ids.values() if i in self.tokenizer.special_token_ids)
-
     def check(self, call: ChatCompletionRequest) -> None:
         """Raise `RequestError` for what the model's chat template would leave out or cannot express."""
-        template = self.tokenizer.chat_template or ""
+        has_tools = bool(callable_tools(call.tools, call.tool_choice))
+        template = self.tokenizer.tool_chat_template if has_tools else self.tokenizer.chat_template
         for index, message in enumerate(call.messages):
-            self._check_message(message, f"messages[{index}]", template)
-        if not callable_tools(call.tools, call.tool_choice):
+            _check_message(message, f"messages[{index}]", template or "")
+        if not has_tools:
             return
-        if "tools" not in self.tokenizer.template_variables:
-            raise RequestError("tools are not supported: the model's chat template has no place for them", param="tools")
+        if not self.tokenizer.takes_tools:
+            raise RequestError(
+                "tools are not supported: the model's chat template has no place for them", param="tools"
+            )
         if self.tool_format is None:
             raise RequestError(
                 "tools are not supported: it is not known how this model writes calls; whoever runs the server may "
@@ -65,9 +72,9 @@ class ChatDialect:
             )
         if "tools" in (call.chat_template_kwargs or {}):
             raise RequestError(
-                "tools and chat_template_kwargs.tools exclude each other; send tools alone", param="chat_template_kwargs"
+                "tools and chat_template_kwargs.tools exclude each other; send tools alone",
+                param="chat_template_kwargs",
             )
-
         self._check_grammar(call)
 
     def _check_grammar(self, call: ChatCompletionRequest) -> None:
@@ -78,18 +85,6 @@ class ChatDialect:
             index = next(index for index, tool in enumerate(call.tools) if tool.function.strict)
             param = f"tools[{index}].function.strict"
         raise RequestError(f"{param} is not supported: calls cannot be forced; leave it out", param=param)
-
-    def _check_message(self, message: ChatMessage, where: str, template: str) -> None:
-        if message.tool_calls and "tool_calls" not in template:
-            raise RequestError(
-                f"{where}.tool_calls are not supported: the model's chat template would leave them out",
-                param=f"{where}.tool_calls",
-            )
-        if message.role == "tool" and "tool" not in template:
-            raise RequestError(
-                f'{where}.role ("tool") is not supported: the model\'s chat template does not know it',
-                param=f"{where}.role",
-            )
 
     def template_variables(self, call: ChatCompletionRequest) -> dict[str, Any]:
         """Return what the chat template gets beside the messages; tools that may not be called are not shown to it."""
@@ -104,6 +99,14 @@ class ChatDialect:
             return False
         end = self.tokenizer.decode(prompt_token_ids[-_MAX_OPENING_TOKENS:], skip_special_tokens=False)
         return end.rstrip().endswith(REASONING_START)
+
+    def kept_token_ids(self, call: ChatCompletionRequest) -> tuple[int, ...]:
+        """Return the special tokens without which the answers to a call could not be read."""
+        marks = _REASONING_MARKS if self.has_reasoning else ()
+        if self.tool_format is not None and callable_tools(call.tools, call.tool_choice):
+            marks += self.tool_format.marks
+        ids = (self.mark_token_ids[mark] for mark in marks if mark in self.mark_token_ids)
+        return tuple(token_id for token_id in ids if token_id in self.tokenizer.special_token_ids)
 
     def reader(self, call: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> AnswerReader | None:
         """Return what reads one choice of a call; None: the text is the content."""
@@ -136,9 +139,7 @@ class ChatDialect:
         return ToolGrammar(
             tool_format=self.tool_format,
             parameters={
-                tool.function.name: tool.function.parameters
-                if is_required or tool.function.strict
-                else any_object
+                tool.function.name: tool.function.parameters if is_required or tool.function.strict else any_object
                 for tool in tools
             },
             is_required=is_required,
@@ -151,7 +152,7 @@ class ChatDialect:
 
 def chat_dialect(tokenizer: ChatTokenizer, config: ChatConfig) -> ChatDialect:
     """Return how the answers of a model with this tokenizer are read."""
-    template = tokenizer.chat_template or ""
+    template = tokenizer.tool_chat_template or ""
     if config.tool_call_format == "auto":
         tool_format = detect_tool_format(template)
     else:
@@ -159,7 +160,7 @@ def chat_dialect(tokenizer: ChatTokenizer, config: ChatConfig) -> ChatDialect:
     has_reasoning = config.reasoning_format == "think"
     if config.reasoning_format == "auto":
         has_reasoning = REASONING_END in template
-    marks = (REASONING_START, REASONING_END) if has_reasoning else ()
+    marks = _REASONING_MARKS if has_reasoning else ()
     marks += tool_format.marks if tool_format is not None else ()
     added = {token.content: token_id for token_id, token in tokenizer.backend.get_added_tokens_decoder().items()}
     return ChatDialect(
@@ -168,6 +169,19 @@ def chat_dialect(tokenizer: ChatTokenizer, config: ChatConfig) -> ChatDialect:
         has_reasoning=has_reasoning,
         mark_token_ids={mark: added[mark] for mark in marks if mark in added},
     )
+
+
+def _check_message(message: ChatMessage, where: str, template: str) -> None:
+    if message.tool_calls and "tool_calls" not in template:
+        raise RequestError(
+            f"{where}.tool_calls are not supported: the model's chat template would leave them out",
+            param=f"{where}.tool_calls",
+        )
+    if message.role == "tool" and "tool" not in template:
+        raise RequestError(
+            f'{where}.role ("tool") is not supported: the model\'s chat template does not know it',
+            param=f"{where}.role",
+        )
 
 
 class AnswerReader:

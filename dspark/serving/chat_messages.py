@@ -85,7 +85,7 @@ class ChatMessage(BaseModel):
                 f"{where}.tool_call_id is missing; name the call that the message answers",
                 param=f"{where}.tool_call_id",
             )
-        if self.reasoning is not None and self.reasoning_content is not None and self.reasoning != self.reasoning_content:
+        if len({self.reasoning, self.reasoning_content} - {None}) > 1:
             raise RequestError(
                 f"{where}.reasoning and {where}.reasoning_content differ; send one of them", param=f"{where}.reasoning"
             )
@@ -94,11 +94,10 @@ class ChatMessage(BaseModel):
         """Return what chat templates take; text parts are joined by newlines."""
         content = self.content or ""
         content = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        message: dict[str, Any] = {"role": self.role, "content": content}
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        for key, value in (("name", self.name), ("tool_call_id", self.tool_call_id), ("reasoning_content", reasoning)):
-            if value is not None:
-                message[key] = value
+        extras = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        message |= {key: value for key, value in extras.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": call.type, "function": call.function.as_template_input()}

@@ -39,7 +39,7 @@ class Function(BaseModel):
 
     name: Annotated[str, PlainValidator(_name)]
     description: str | None = None
-    parameters: Annotated[dict[str, Any], PlainValidator(_parameters)] = {"type": "object", "properties": {}}  # noqa: RUF012
+    parameters: Annotated[dict[str, Any], PlainValidator(_parameters)] = {"type": "object", "properties": {}}
     strict: bool | None = None  # arguments always follow the schema
 
 
@@ -89,7 +89,7 @@ def callable_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Too
         wanted = choice.function.name
         if wanted not in names:
             raise RequestError(
-                f"tool_choice names {reprlib.repr(wanted)}, which is none of the tools; add it to them or choose another",
+                f"tool_choice names {reprlib.repr(wanted)}, which is none of the tools; add it or choose another",
                 param="tool_choice",
             )
         return [tools[names.index(wanted)]]

@@ -38,9 +38,7 @@ LLAMA3_JSON = ToolFormat(
     name="llama3_json", start="<|python_tag|>", separator=";", begins_bare=True, arguments_key="parameters"
 )
 # [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
-MISTRAL = ToolFormat(
-    name="mistral", start="[TOOL_CALLS]", end="]", separator=",", has_headers=True, has_short_ids=True
-)
+MISTRAL = ToolFormat(name="mistral", start="[TOOL_CALLS]", end="]", separator=",", has_headers=True, has_short_ids=True)
 # [TOOL_CALLS]name[ARGS]{...}, once for each call
 MISTRAL_ARGS = ToolFormat(
     name="mistral_args", start="[TOOL_CALLS]", end="]", separator=",", has_headers=True, writes_headers=True,

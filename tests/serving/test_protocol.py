@@ -306,7 +306,10 @@ def test_calls_and_their_results_reach_the_template_with_arguments_read() -> Non
         ({"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}, "reasoning"),
         *(
             (
-                {"role": "assistant", "tool_calls": [CALL, {**CALL, "function": {"name": "f", "arguments": arguments}}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [CALL, {**CALL, "function": {"name": "f", "arguments": arguments}}],
+                },
                 "tool_calls[1].function.arguments",
             )
             for arguments in ("", "[]", "{", "1", {}, '{"a": ' + "[" * 10_000)
@@ -342,7 +345,10 @@ def test_template_gets_tools_with_their_parameters_and_without_what_is_not_for_t
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
             "tools[0].function.parameters",

@@ -162,7 +162,10 @@ MISTRAL_CASES: dict[str, tuple[str, Read]] = {
     "content before": (f"Sure. [TOOL_CALLS] [{NOW}]", ("Sure.", [("now", "{}")], False)),
     "a list without calls": ("[TOOL_CALLS] [1, 2]", ("[TOOL_CALLS] [1, 2]", [], False)),
     "a list that ends in something else": (f"[TOOL_CALLS] [{NOW}, 2]", (", 2]", [("now", "{}")], False)),
-    "a name and arguments": ('[TOOL_CALLS]now[ARGS]{"a": "}[TOOL_CALLS]"}', ("", [("now", '{"a": "}[TOOL_CALLS]"}')], False)),
+    "a name and arguments": (
+        '[TOOL_CALLS]now[ARGS]{"a": "}[TOOL_CALLS]"}',
+        ("", [("now", '{"a": "}[TOOL_CALLS]"}')], False),
+    ),
     "two names": (
         '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}',
         ("", [("now", "{}"), PARIS], False),
