@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from app_client import AppClient
@@ -18,6 +19,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from pydantic import BaseModel
 from sse import events
 from tokenizers import AddedToken
+from toys import WordTokenizer, make_engine, perfect_proposer, random_proposer
 
 from dspark.config import ChatConfig
 from dspark.request import Request, TokenLogprobs
@@ -504,3 +506,59 @@ def test_arguments_parse_into_the_clients_models(open_chat: Callable[..., AppCli
     arguments = completion.choices[0].message.tool_calls[0].function.arguments  # type: ignore[index,union-attr]
     assert Weather.model_validate_json(arguments).city == 'Pa"}ré </tool_call>'
     assert json.loads(arguments) == {"city": 'Pa"}ré </tool_call>'}
+
+
+# -- with a real engine --------------------------------------------------------------------------------------------
+
+PIECES = [
+    *("<think>", "\nH", "m.", "</thi", "nk>\n\nI look", ": <tool", "_call>\n{", '"name": "get_weather", "argum'),
+    *('ents": {"ci', 'ty": "Pa', 'ris"}}\n</tool_call>\n<tool_call>{"na', 'me": "now"', "}</tool", "_call>", "<end>"),
+]
+
+
+class PieceTokenizer(WordTokenizer):
+    """Every chat is the token 15, after which the target says one piece after the other."""
+
+    chat_template = tool_chat_template = THINKING_TEMPLATE
+    takes_tools = True
+
+    def render_chat(self, messages: Any, **options: Any) -> list[int]:
+        return [len(PIECES)]
+
+
+def next_piece(context: tuple[int, ...]) -> Any:
+    """Favour the piece after the last one, though not by so much that nothing else is ever sampled."""
+    logits = np.zeros(len(PIECES) + 1, dtype=np.float32)
+    logits[0 if context[-1] == len(PIECES) else min(context[-1] + 1, len(PIECES) - 1)] = 6.0
+    return logits
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("proposer", [None, perfect_proposer(next_piece), random_proposer(len(PIECES) + 1)])
+def test_speculation_changes_neither_calls_nor_reasoning_nor_usage(
+    open_app: Callable[..., AppClient], proposer: Any, temperature: int
+) -> None:
+    def open_chat(proposer: Any) -> AppClient:
+        engine = make_engine(next_piece, len(PIECES) + 1, proposer=proposer, eos_token_ids=[len(PIECES) - 1])
+        engine.tokenizer = PieceTokenizer(len(PIECES) + 1, [*PIECES, "prompt"])  # type: ignore[assignment]
+        return open_app(engine)
+
+    def facts(completion: Any) -> list[Any]:
+        messages = [choice.message for choice in completion.choices]
+        texts = [(message.content, getattr(message, "reasoning_content", None)) for message in messages]
+        return [
+            texts,
+            [calls_of(message) for message in messages],
+            completion.usage,
+            completion.choices[0].finish_reason,
+        ]
+
+    options: dict[str, Any] = {"tools": TOOLS, "temperature": temperature, "seed": 3, "n": 3, "max_tokens": 60}
+    plain, drafted = sync_client(open_chat(None)), sync_client(open_chat(proposer))
+    expected = facts(plain.chat.completions.create(model="toy", messages=MESSAGES, **options))
+    assert facts(drafted.chat.completions.create(model="toy", messages=MESSAGES, **options)) == expected
+    assert facts(streamed(drafted, **options, stream_options={"include_usage": True})) == expected
+    if temperature == 0:
+        assert expected[0][0] == ("I look:", "Hm.")
+        assert expected[1][0] == [("get_weather", '{"city": "Paris"}'), ("now", "{}")]
+        assert expected[3] == "tool_calls"
