@@ -55,7 +55,7 @@ class ToolCallParser:
 
     def __init__(self, tool_format: ToolFormat, names: Collection[str], *, max_calls: int | None = None) -> None:
         self.num_calls = 0
-        self.is_cut = False  # the text ended, or became something else, before the last call's arguments did
+        self.is_cut = False  # the text ended, or became something else, before some call's arguments did
         self._format = tool_format
         self._names = frozenset(names)
         self._max_calls = max_calls
@@ -175,8 +175,8 @@ class ToolCallParser:
         if char != "{" or match is None or match[1] not in self._names:
             return False
         self._begin(match[1])
-        yield from self._arguments(is_sent=True)
-        self._tape.clear()
+        if (yield from self._arguments(is_sent=True)) is None:
+            self._go_back()
         return True
 
     def _calls(self, separator: str) -> Generator[None, _Char, bool]:
@@ -265,7 +265,6 @@ class ToolCallParser:
         while True:
             if is_sent:
                 self._say_arguments(piece)
-                self.is_cut = depth > 0
                 self._tape.clear()
             else:
                 text += piece
@@ -273,6 +272,7 @@ class ToolCallParser:
                 return text
             char = yield from self._read()
             if char is None or not (is_string or char in _OUTSIDE_STRINGS):
+                self.is_cut |= is_sent
                 return None
             piece = char
             if is_string:

@@ -27,8 +27,8 @@ class ToolFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """What must come through detokenisation, be it a special token."""
-        inner = ("[ARGS]", "[CALL_ID]") if self.has_headers else ()
-        return tuple(mark for mark in (self.start, self.end, *inner) if mark)
+        others = ("[ARGS]", "[CALL_ID]") if self.has_headers else (self.end,)
+        return tuple(mark for mark in (self.start, *others) if mark)
 
 
 # <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>, once for each call: Hermes, Qwen 2.5 and 3.

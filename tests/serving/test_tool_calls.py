@@ -124,7 +124,7 @@ HERMES_CASES: dict[str, tuple[str, Read]] = {
     "a brace too many": (f"<tool_call>{NOW}}}</tool_call>", ("}</tool_call>", [("now", "{}")], False)),
     "arguments that do not end": (
         f'<tool_call>{{"name": "now", "arguments": {{"a": [1</tool_call><tool_call>{NOW}</tool_call>',
-        ("", [("now", '{"a": [1'), ("now", "{}")], False),
+        ("", [("now", '{"a": [1'), ("now", "{}")], True),
     ),
     "further members": (
         '<tool_call>{"name": "now", "arguments": {}, "id": "x", "extra": [{"a": "]"}], "more": 1.5}</tool_call>',
@@ -176,6 +176,7 @@ MISTRAL_CASES: dict[str, tuple[str, Read]] = {
     "no arguments": ("[TOOL_CALLS]now[ARGS]", ("[TOOL_CALLS]now[ARGS]", [], False)),
     "a long name": (f"[TOOL_CALLS]{'x' * 300}{{}}", (f"[TOOL_CALLS]{'x' * 300}{{}}", [], False)),
     "cut arguments": ('[TOOL_CALLS]now[ARGS]{"a"', ("", [("now", '{"a"')], True)),
+    "arguments that become something else": ('[TOOL_CALLS]now[ARGS]{"a": <b', ("<b", [("now", '{"a": ')], True)),
     "text after a name's arguments": ("[TOOL_CALLS]now[ARGS]{} ok", ("ok", [("now", "{}")], False)),
 }
 CASES = [

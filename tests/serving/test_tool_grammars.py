@@ -51,8 +51,7 @@ def tokenizer(*special_tokens: str) -> tuple[Tokenizer, LLTokenizer, dict[str, i
 
 def marks(tool_format: ToolFormat, has_mark_tokens: bool) -> tuple[str, ...]:
     reasoning = ("<think>", "</think>")
-    tokens = [mark for mark in tool_format.marks if mark != "]"]  # "]" is in the JSON too
-    return (*tokens, *reasoning) if has_mark_tokens else ()
+    return (*tool_format.marks, *reasoning) if has_mark_tokens else ()
 
 
 def accepts(tool_format: ToolFormat, text: str, *, has_mark_tokens: bool = True, **options: Any) -> bool:
