@@ -62,12 +62,14 @@ class ChatDialect:
             return
         if not self.tokenizer.takes_tools:
             raise RequestError(
-                "tools are not supported: the model's chat template has no place for them", param="tools"
+                "tools are not supported: the model's chat template has no place for them; leave them out or use a "
+                "model that was trained with tools",
+                param="tools",
             )
         if self.tool_format is None:
             raise RequestError(
-                "tools are not supported: it is not known how this model writes calls; whoever runs the server may "
-                "choose a --tool-call-format",
+                "tools are not supported: it is not known how this model writes calls; leave them out, or choose a "
+                "--tool-call-format for the server",
                 param="tools",
             )
         if "tools" in (call.chat_template_kwargs or {}):
@@ -174,12 +176,12 @@ def chat_dialect(tokenizer: ChatTokenizer, config: ChatConfig) -> ChatDialect:
 def _check_message(message: ChatMessage, where: str, template: str) -> None:
     if message.tool_calls and "tool_calls" not in template:
         raise RequestError(
-            f"{where}.tool_calls are not supported: the model's chat template would leave them out",
+            f"{where}.tool_calls are not supported: the model's chat template would leave them out; send their text",
             param=f"{where}.tool_calls",
         )
     if message.role == "tool" and "tool" not in template:
         raise RequestError(
-            f'{where}.role ("tool") is not supported: the model\'s chat template does not know it',
+            f'{where}.role ("tool") is not supported: the model\'s chat template does not know it; use another role',
             param=f"{where}.role",
         )
 
