@@ -13,7 +13,7 @@ from typing import Any
 
 from dspark import __version__
 from dspark.cli_bench import BENCH_TEXT, add_bench_flags, run_bench_verb
-from dspark.cli_engine import add_engine_flags, engine_config
+from dspark.cli_engine import add_chat_flags, add_engine_flags, engine_config
 from dspark.cli_evaluation import (
     CALIBRATE_TEXT,
     EVALUATE_TEXT,
@@ -98,6 +98,7 @@ def _add_serve(verbs: Any) -> None:
         "--admin-key", type=_key, metavar="KEY", default=None,
         help="opens /admin/speculation to those who send it; @FILE reads it from a file",
     )  # fmt: skip
+    add_chat_flags(parser)
     add_engine_flags(parser)
 
 
@@ -175,6 +176,7 @@ def _serve(args: argparse.Namespace) -> int:
         port=args.port,
         shutdown_timeout_s=args.shutdown_timeout,
         admin_key=args.admin_key,
+        chat=config.chat,
         on_ready=lambda url: print(_greeting(url, model_name), flush=True),
     )
     return 0

@@ -12,7 +12,9 @@ from dspark.config import (
     DRAFTER_LAYOUTS,
     DTYPES,
     FALLBACK_STRATEGIES,
+    REASONING_FORMATS,
     SCHEDULERS,
+    TOOL_CALL_FORMATS,
     VERIFICATIONS,
     WEIGHTS,
     EngineConfig,
@@ -44,6 +46,8 @@ ENGINE_FLAGS: dict[str, tuple[str, ...]] = {
     "page_size": ("cache", "page_size"),
     "cache_tokens": ("cache", "num_tokens"),
     "prefix_caching": ("cache", "prefix_caching"),
+    "tool_call_format": ("chat", "tool_call_format"),
+    "reasoning_format": ("chat", "reasoning_format"),
 }
 
 
@@ -115,6 +119,17 @@ def _add_model_flags(add: Callable[..., None], defaults: EngineConfig, *, with_d
         "how matrices are held in float32 on CPU; auto: as the checkpoint has them; gguf: blocks of a GGUF file",
         choices=WEIGHTS,
     )  # fmt: skip
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of verbs that serve chats."""
+    for flag, choices, text in (
+        ("--tool-call-format", TOOL_CALL_FORMATS, "how the model writes tool calls; none refuses tools"),
+        ("--reasoning-format", REASONING_FORMATS, "how the model marks its reasoning; none leaves it in the content"),
+    ):
+        parser.add_argument(
+            flag, choices=choices, default=argparse.SUPPRESS, help=f"{text} (default: auto, by the chat template)"
+        )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -26,6 +26,8 @@ SCHEDULERS = ("auto", "early_stop", "delayed", "threshold", "fixed")
 FALLBACK_STRATEGIES = ("auto", "off")
 DEFAULT_CONFIDENCE_THRESHOLD = 0.3
 VERIFICATIONS = ("rejection", "block", "coupled")
+TOOL_CALL_FORMATS = ("auto", "none", "hermes", "llama3_json", "mistral", "mistral_args")
+REASONING_FORMATS = ("auto", "none", "think")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,18 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """How answers of chats are read; auto: as the model's chat template says."""
+
+    tool_call_format: str = "auto"  # none: tools are refused
+    reasoning_format: str = "auto"  # think: <think>...</think> at an answer's beginning; none: it is content
+
+    def __post_init__(self) -> None:
+        _require_one_of("chat.tool_call_format", self.tool_call_format, TOOL_CALL_FORMATS)
+        _require_one_of("chat.reasoning_format", self.reasoning_format, REASONING_FORMATS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine needs to start."""
 
@@ -151,6 +165,7 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
 
     def __post_init__(self) -> None:
         _require_one_of("dtype", self.dtype, DTYPES)

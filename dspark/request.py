@@ -52,6 +52,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    kept_token_ids: tuple[int, ...] = ()  # special tokens that show their text all the same
     # What changes the target's logits, in this order; see `speculation/logit_processing.py`.
     repetition_penalty: float = 1.0  # of tokens in prompt and output: logits above 0 divided, others multiplied by it
     frequency_penalty: float = 0.0  # taken off once for every time that a token was put out, in [-2, 2]
@@ -66,6 +67,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "kept_token_ids", tuple(self.kept_token_ids))
         object.__setattr__(self, "bad_token_ids", tuple(self.bad_token_ids))
         object.__setattr__(self, "bad_token_sequences", tuple(tuple(s) for s in self.bad_token_sequences))
         if self.allowed_token_ids is not None:
@@ -133,6 +135,7 @@ class SamplingParams:
                     param="stop",
                 )
         _check_token_ids("stop_token_ids", self.stop_token_ids)
+        _check_token_ids("kept_token_ids", self.kept_token_ids)
 
     @property
     def is_greedy(self) -> bool:

@@ -17,12 +17,25 @@ VOCAB_SIZE = 264  # larger than the tokenizer's, as padded models have it
 class ToyTokenizer:
     """What the engine and the server need of a tokenizer, around a real backend."""
 
-    def __init__(self, backend: Tokenizer, *, bos_token_id: int | None = None, has_chat_template: bool = True) -> None:
+    def __init__(
+        self,
+        backend: Tokenizer,
+        *,
+        bos_token_id: int | None = None,
+        has_chat_template: bool = True,
+        chat_template: str = "",
+        prompt_end: str = "assistant:",
+    ) -> None:
+        """`chat_template` is only what says it knows, and is not rendered; `prompt_end` ends every rendered chat."""
         self.backend = backend
         self.bos_token_id = bos_token_id
         self.has_chat_template = has_chat_template
         self.special_token_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size()
+        self.chat_template = chat_template
+        self.tool_chat_template = chat_template
+        self.takes_tools = "tools" in chat_template
+        self._prompt_end = prompt_end
         self.chat_calls: list[tuple[list[dict[str, Any]], bool, dict[str, Any] | None]] = []
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -45,10 +58,10 @@ class ToyTokenizer:
             raise RequestError("the model has no chat template; use /v1/completions", param="messages")
         ids: list[int] = []
         for message in messages:
-            if message["role"] not in ("system", "user", "assistant"):
+            if message["role"] not in ("system", "user", "assistant", "tool"):
                 raise RequestError(f"the chat template knows no role {message['role']!r}", param="messages")
             ids += [*self.encode(f"{message['role']}:{message['content']}", add_special_tokens=False), END_OF_TURN_ID]
-        return ids + (self.encode("assistant:", add_special_tokens=False) if add_generation_prompt else [])
+        return ids + (self.encode(self._prompt_end, add_special_tokens=False) if add_generation_prompt else [])
 
 
 def byte_level_backend() -> Tokenizer:

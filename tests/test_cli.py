@@ -31,6 +31,7 @@ def test_flags_win_over_the_file(tmp_path):
 def test_every_engine_flag_reaches_its_setting():
     values = {"dtype": "bfloat16", "verification": "coupled", "model": "m", "drafter": "none", "device": "meta"}
     values |= {"weights": "int8", "drafter_layout": "speculators", "max_wait_time": "48ms", "scheduler": "threshold"}
+    values |= {"tool_call_format": "mistral", "reasoning_format": "think"}
     values |= {"confidence_threshold": 0.48, "fallback_strategy": "off", "capacity_file": "sps.json"}
     argv, expected = ["serve", "--no-prefix-caching"], {"prefix_caching": False}
     for flag in ENGINE_FLAGS:

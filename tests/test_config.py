@@ -64,6 +64,8 @@ def test_an_empty_file_is_the_defaults(tmp_path):
         ({"batching": {"target_tpot_ms": "50"}}, r"batching.target_tpot_ms \('50'\) must be float or null, not str"),
         ({"cache": {"page_size": 0}}, "must be at least 1"),
         ({"num_threads": 0}, "must be at least 1"),
+        ({"chat": {"tool_call_format": "xml"}}, r"chat.tool_call_format \('xml'\) must be one of auto, none, hermes"),
+        ({"chat": {"reasoning_format": "on"}}, r"chat.reasoning_format \('on'\) must be one of auto, none, think"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):

@@ -171,6 +171,8 @@ class WordTokenizer:
     """Ids 0 .. V-1 are the words "t0", "t1", ...; decoding glues them together without spaces."""
 
     has_chat_template = False
+    chat_template = tool_chat_template = None
+    takes_tools = False
     bos_token_id = None
     special_token_ids: frozenset[int] = frozenset()
 

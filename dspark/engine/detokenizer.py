@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -45,12 +46,13 @@ class Detokenizer(Protocol):
         ...
 
 
-def create_detokenizer(tokenizer: HasBackend, *, skip_special_tokens: bool) -> Detokenizer:
-    """Return the detokenizer that suits the tokenizer's decoder."""
+def create_detokenizer(
+    tokenizer: HasBackend, *, skip_special_tokens: bool, kept_token_ids: Collection[int] = ()
+) -> Detokenizer:
+    """Return the detokenizer that suits the tokenizer's decoder; `kept_token_ids` show their text all the same."""
     table = _table_of(tokenizer)
-    if table.is_byte_level:
-        return _ByteLevelDetokenizer(table, skip_special_tokens=skip_special_tokens)
-    return _WindowDetokenizer(table, skip_special_tokens=skip_special_tokens)
+    skipped_ids = table.special_ids.difference(kept_token_ids) if skip_special_tokens else frozenset()
+    return (_ByteLevelDetokenizer if table.is_byte_level else _WindowDetokenizer)(table, skipped_ids)
 
 
 def token_bytes(tokenizer: HasBackend, token_id: int) -> bytes:
@@ -119,9 +121,9 @@ def _table_of(tokenizer: HasBackend) -> _TokenTable:
 class _ByteLevelDetokenizer:
     """For byte-level vocabularies: tokens are bytes, and UTF-8 itself says when a character is whole."""
 
-    def __init__(self, table: _TokenTable, *, skip_special_tokens: bool) -> None:
+    def __init__(self, table: _TokenTable, skipped_ids: frozenset[int]) -> None:
         self._table = table
-        self._skipped_ids = table.special_ids if skip_special_tokens else frozenset()
+        self._skipped_ids = skipped_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
@@ -140,9 +142,9 @@ class _WindowDetokenizer:
     The settled token gives the decoder its left neighbour, which decides about leading spaces.
     """
 
-    def __init__(self, table: _TokenTable, *, skip_special_tokens: bool) -> None:
+    def __init__(self, table: _TokenTable, skipped_ids: frozenset[int]) -> None:
         self._table = table
-        self._skipped_ids = table.special_ids if skip_special_tokens else frozenset()
+        self._skipped_ids = skipped_ids
         self._left_ids: list[int] = []  # the last settled token, or nothing yet
         self._left_text = ""
         self._ids: list[int] = []  # unsettled

@@ -54,7 +54,11 @@ class OutputProcessor:
         self._includes_stop = sampling.include_stop_str_in_output
         self._eos_token_ids = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
         self._stop_token_ids = frozenset(sampling.stop_token_ids)
-        self._detokenizer = create_detokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+        self._detokenizer = create_detokenizer(
+            tokenizer,
+            skip_special_tokens=sampling.skip_special_tokens,
+            kept_token_ids=sampling.kept_token_ids,
+        )
         self._stops = _StopStrings(sampling.stop) if sampling.stop else None
         self._held = ""  # settled text that may turn out to begin a stop string
         self._num_settled = 0  # characters searched for stop strings, the held ones included

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -31,12 +32,18 @@ class Tokenizer:
     """A fast tokenizer with its special tokens and chat template. Build it with `load_tokenizer`."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, special_tokens: Mapping[str, str], chat_template: str | None
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+        tool_chat_template: str | None = None,
     ) -> None:
-        """`special_tokens`: by role, as in "bos_token"; `chat_template`: jinja source."""
+        """`special_tokens`: by role, as in "bos_token"; templates: jinja source, a second one for chats with tools."""
         self.backend = backend
+        self.chat_template = chat_template
+        self.tool_chat_template = tool_chat_template or chat_template
         self._special_tokens = dict(special_tokens)
-        self._chat_template = chat_template
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +70,13 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return self.chat_template is not None
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether a chat template reads the variable `tools`."""
+        template = _template_environment().parse(self.tool_chat_template or "")
+        return "tools" in meta.find_undeclared_variables(template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`; special tokens written in it become their ids.
@@ -96,7 +109,7 @@ class Tokenizer:
         `template_kwargs` are further variables of the template, `tools` among them. The beginning-of-sequence token
         comes from the template alone. Raises `RequestError` when there is no template or it refuses the messages.
         """
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise RequestError(
                 "the model has no chat template; use text completion (/v1/completions) instead", param="messages"
             )
@@ -111,7 +124,7 @@ class Tokenizer:
         try:
             rendered: Any = render_jinja_template(  # annotated as text, returns texts with their spans
                 conversations=[[dict(message) for message in messages]],
-                chat_template=self._chat_template,
+                chat_template=self.tool_chat_template if variables.get("tools") else self.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 **(self._special_tokens | variables),
             )
@@ -142,8 +155,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     backend.no_padding()
     config_path = folder / "tokenizer_config.json"
     config = read_json_object(config_path) if config_path.exists() else {}
+    templates = _chat_templates(folder, config)
     return Tokenizer(
-        backend, special_tokens=_special_tokens(folder, config), chat_template=_chat_template(folder, config)
+        backend,
+        special_tokens=_special_tokens(folder, config),
+        chat_template=templates.get("default"),
+        tool_chat_template=templates.get("tool_use"),
     )
 
 
@@ -207,16 +224,19 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the default chat template from where savers have put it: a jinja file, a JSON file or the config."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            template = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
-        _check_template(template, path)
-        return template
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return chat templates by name from where savers have put them: jinja files, a JSON file or the config."""
+    templates = {}
+    files = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
+    for name, path in files.items():
+        if path.exists():
+            try:
+                templates[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+            _check_template(templates[name], path)
+    if "default" in templates:
+        return templates
     path = folder / "chat_template.json"
     if path.exists():
         config = read_json_object(path)
@@ -224,14 +244,18 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         path = folder / "tokenizer_config.json"
     value = config.get("chat_template")
     if isinstance(value, list):  # several templates by name
-        named = (entry for entry in value if isinstance(entry, dict))
-        value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise CheckpointError(f"chat_template in {path} must be text, not {type(value).__name__}; correct it")
-    _check_template(value, path)
-    return value
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    else:
+        named = {"default": value}
+    for name in ("default", "tool_use"):
+        template = named.get(name)
+        if template is None:
+            continue
+        if not isinstance(template, str):
+            raise CheckpointError(f"chat_template in {path} must be text, not {type(template).__name__}; correct it")
+        _check_template(template, path)
+        templates[name] = template
+    return templates
 
 
 class _GenerationBlocks(Extension):
@@ -244,11 +268,14 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _template_environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(extensions=[_GenerationBlocks, loopcontrols])
+
+
 def _check_template(template: str, path: Path) -> None:
     """Raise `CheckpointError` for a template that jinja cannot compile as transformers will; it is not run."""
-    environment = ImmutableSandboxedEnvironment(extensions=[_GenerationBlocks, loopcontrols])
     try:
-        environment.compile(template)
+        _template_environment().compile(template)
     except Exception as error:  # jinja raises its own kinds, and those of Python's compiler
         line = getattr(error, "lineno", None)
         where = "" if line is None else f" in line {line}"

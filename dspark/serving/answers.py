@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.engine.detokenizer import HasBackend
-from dspark.request import FinishReason, Request, RequestOutput, SpeculationStats, TokenLogprobs
+from dspark.request import Request, RequestOutput, SpeculationStats, TokenLogprobs
+from dspark.serving.chat_deltas import delta, message
+from dspark.serving.chat_dialect import AnswerReader, ChatPart
 from dspark.serving.logprobs import LogprobsWriter
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest
+from dspark.serving.reasoning import Content
 from dspark.serving.speculation_stats import speculation_fields
 
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -30,11 +33,13 @@ class _Choice:
     index: int
     prompt_token_ids: Sequence[int]
     echo: str  # comes before its text
+    reader: AnswerReader | None = None  # None: the text is the content
     texts: list[str] = field(default_factory=list)
+    parts: list[ChatPart] = field(default_factory=list)  # of a chat whose text is read
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     logprobs_writer: LogprobsWriter
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
@@ -44,7 +49,8 @@ class _Choice:
 class Answer:
     """The answer to one call, built from the outputs of `requests`, which are in the order of the choices.
 
-    `echoes` are texts that begin the choices: the prompts, where the call wants them back.
+    `echoes` are texts that begin the choices: the prompts, where the call wants them back. `readers` read the choices'
+    texts; without one a text is the content.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Answer:
         answer_id: str,
         tokenizer: HasBackend,
         echoes: Sequence[str] = (),
+        readers: Sequence[AnswerReader | None] = (),
     ) -> None:
         self._call = call
         self._is_chat = isinstance(call, ChatCompletionRequest)
@@ -65,38 +72,49 @@ class Answer:
                 index=index,
                 prompt_token_ids=request.prompt_token_ids,
                 echo=echoes[index] if echoes else "",
+                reader=readers[index] if readers else None,
                 logprobs_writer=LogprobsWriter(tokenizer, is_chat=self._is_chat),
             )
             for index, request in enumerate(requests)
         }
 
-    def add(self, output: RequestOutput) -> None:
-        """Take in one output of the engine."""
+    def add(self, output: RequestOutput) -> list[ChatPart]:
+        """Take in one output of the engine; return the parts of a chat's answer that it settles."""
         choice = self._choices[output.request_id]
         choice.texts.append(output.text)
         choice.token_ids.extend(output.token_ids)
         choice.logprobs.extend(output.logprobs or ())
         choice.num_cached_tokens, choice.speculation = output.num_cached_tokens, output.speculation
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
+        if choice.reader is None:
+            return [Content(output.text)] if output.text else []
+        parts = choice.reader.push(output.text, output.token_ids, is_last=output.finish_reason is not None)
+        choice.parts += parts
+        choice.finish_reason = choice.reader.finish_reason(output.finish_reason)
+        return parts
 
     def body(self) -> bytes:
         """Return the whole answer."""
         choices = []
         for choice in self._choices.values():
             text = choice.echo + "".join(choice.texts)
-            content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+            parts = [Content(text)] if choice.reader is None else choice.parts
+            content = {"message": message(parts)} if self._is_chat else {"text": text}
             fields = self._choice_fields(choice, content, choice.token_ids, choice.logprobs, has_prompt=True)
             choices.append(fields)
         name = "chat.completion" if self._is_chat else "text_completion"
         return to_json({**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()})
 
     def events(self, output: RequestOutput) -> Iterator[bytes]:
-        """Take in one output and return its event; none when it holds nothing that the client asked for."""
-        self.add(output)
+        """Take in one output and return its events, one for each part; none when it has nothing that was asked for."""
+        choice = self._choices[output.request_id]
+        parts: Sequence[ChatPart | None] = self.add(output)
         wants_tokens = self._call.return_token_ids or self._call.has_continuous_usage or output.logprobs is not None
         has_tokens = output.token_ids and wants_tokens
-        if output.text or has_tokens or output.finish_reason is not None:
-            yield to_event(self._chunk(self._choices[output.request_id], output))
+        if not parts and (has_tokens or output.finish_reason is not None):
+            parts = [Content("") if choice.reader is None else None]
+        for index, part in enumerate(parts):
+            yield to_event(self._chunk(choice, part, output, is_first=index == 0, is_last=index == len(parts) - 1))
 
     def last_events(self) -> Iterator[bytes]:
         """Return what ends a stream without errors."""
@@ -110,13 +128,20 @@ class Answer:
     def _chunk_name(self) -> str:
         return "chat.completion.chunk" if self._is_chat else "text_completion"
 
-    def _chunk(self, choice: _Choice, output: RequestOutput) -> dict[str, Any]:
-        is_first, choice.is_begun = not choice.is_begun, True
-        content: dict[str, Any] = {"text": choice.echo + output.text if is_first else output.text}
+    def _chunk(
+        self, choice: _Choice, part: ChatPart | None, output: RequestOutput, *, is_first: bool, is_last: bool
+    ) -> dict[str, Any]:
+        """Return the chunk of one part of an output; the first one has its tokens, the last one its end."""
+        begins, choice.is_begun = not choice.is_begun, True
         if self._is_chat:
-            role = {"role": "assistant"} if is_first else {}
-            content = {"delta": {**role, "content": output.text}}
-        fields = self._choice_fields(choice, content, output.token_ids, output.logprobs or (), has_prompt=is_first)
+            role = {"role": "assistant"} if begins else {}
+            content: dict[str, Any] = {"delta": {**role, **({} if part is None else delta(part))}}
+        else:
+            content = {"text": choice.echo + output.text if begins else output.text}
+        token_ids, logprobs = (output.token_ids, output.logprobs or ()) if is_first else ((), ())
+        fields = self._choice_fields(choice, content, token_ids, logprobs, has_prompt=begins)
+        if not is_last:
+            fields |= {"finish_reason": None, "stop_reason": None}
         chunk = {**self._head(self._chunk_name), "choices": [fields]}
         if self._call.has_continuous_usage:
             chunk["usage"] = self._usage()
@@ -165,12 +190,16 @@ class Answer:
         num_prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: self._call.n])
         num_cached_tokens = sum(choice.num_cached_tokens for choice in choices[:: self._call.n])
         num_completion_tokens = sum(len(choice.token_ids) for choice in choices)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_completion_tokens,
             "total_tokens": num_prompt_tokens + num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         }
+        counts = [choice.reader.num_reasoning_tokens for choice in choices if choice.reader is not None]
+        if counts and counts[0] is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(count or 0 for count in counts)}
+        return usage
 
 
 def error_fields(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:

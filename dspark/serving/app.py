@@ -23,11 +23,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import dspark
+from dspark.config import ChatConfig
 from dspark.errors import RequestError
 from dspark.request import Request
 from dspark.serving.admin import admin_route
 from dspark.serving.answers import DONE_EVENT, Answer, error_fields, to_event, to_json
 from dspark.serving.bridge import EngineBridge, EngineFailure, OutputStream
+from dspark.serving.chat_dialect import AnswerReader, chat_dialect
 from dspark.serving.protocol import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     ChatCompletionRequest,
@@ -39,13 +41,17 @@ DEFAULT_MAX_BODY_BYTES = 8 * 2**20
 
 
 def create_app(
-    bridge: EngineBridge, *, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, admin_key: str | None = None
+    bridge: EngineBridge,
+    *,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    admin_key: str | None = None,
+    chat: ChatConfig | None = None,
 ) -> Starlette:
     """Return the application. Its start-up starts the bridge; its shutdown aborts what still runs.
 
-    Without an admin key there are no routes under /admin.
+    Without an admin key there are no routes under /admin. `chat` says how answers of chats are read.
     """
-    api = _Api(bridge, max_body_bytes)
+    api = _Api(bridge, max_body_bytes, chat or ChatConfig())
     routes = [] if admin_key is None else [admin_route(bridge, admin_key)]
 
     @contextlib.asynccontextmanager
@@ -79,10 +85,11 @@ def create_app(
 class _Api:
     """The routes' handlers."""
 
-    def __init__(self, bridge: EngineBridge, max_body_bytes: int) -> None:
+    def __init__(self, bridge: EngineBridge, max_body_bytes: int, chat: ChatConfig) -> None:
         self._bridge = bridge
         self._engine = bridge.engine
         self._max_body_bytes = max_body_bytes
+        self._dialect = chat_dialect(self._engine.tokenizer, chat)
         self._created = int(time.time())
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -149,6 +156,7 @@ class _Api:
         is_chat = isinstance(call, ChatCompletionRequest)
         answer_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         requests: list[Request] = []
+        kept_token_ids = self._dialect.kept_token_ids(call) if isinstance(call, ChatCompletionRequest) else ()
         prompts = self._prompts(call)
         bad_token_sequences = self._bad_token_sequences(call)
         for prompt_token_ids in prompts:
@@ -164,13 +172,17 @@ class _Api:
                         choice=choice,
                         default_max_tokens=default_max_tokens,
                         bad_token_sequences=bad_token_sequences,
+                        kept_token_ids=kept_token_ids,
                     ),
                 )
                 if choice == 0:  # the others differ in their seed alone
                     self._validate(request, is_chat=is_chat)
                 requests.append(request)
         echoes = self._echoes(call, prompts)
-        answer = Answer(call, requests, answer_id=answer_id, tokenizer=self._engine.tokenizer, echoes=echoes)
+        readers = self._readers(call, requests)
+        answer = Answer(
+            call, requests, answer_id=answer_id, tokenizer=self._engine.tokenizer, echoes=echoes, readers=readers
+        )
         return call, requests, answer
 
     def _validate(self, request: Request, *, is_chat: bool) -> None:
@@ -184,12 +196,13 @@ class _Api:
     def _prompts(self, call: CompletionRequest | ChatCompletionRequest) -> list[list[int]]:
         tokenizer = self._engine.tokenizer
         if isinstance(call, ChatCompletionRequest):
+            self._dialect.check(call)
             messages = [message.as_template_input() for message in call.messages]
             return [
                 tokenizer.render_chat(
                     messages,
                     add_generation_prompt=call.add_generation_prompt,
-                    template_kwargs=call.chat_template_kwargs,
+                    template_kwargs=self._dialect.template_variables(call),
                 )
             ]
         return [prompt if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in call.prompt]
@@ -210,6 +223,14 @@ class _Api:
             prompt if isinstance(prompt, str) else decode(ids) for prompt, ids in zip(call.prompt, prompts, strict=True)
         ]
         return [text for text in texts for _ in range(call.n)]
+
+    def _readers(
+        self, call: CompletionRequest | ChatCompletionRequest, requests: list[Request]
+    ) -> list[AnswerReader | None]:
+        """Return what reads the text of each choice of a chat, else nothing."""
+        if not isinstance(call, ChatCompletionRequest):
+            return []
+        return [self._dialect.reader(call, request.prompt_token_ids) for request in requests]
 
     def _check_model(self, model: str) -> None:
         if model != self._engine.model_name:

@@ -10,14 +10,16 @@ import difflib
 import hashlib
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
 from dspark.errors import RequestError
 from dspark.request import MAX_SEED, MAX_STOP_STRING_LEN, MAX_TOP_LOGPROBS, SamplingParams
-from dspark.serving.unsupported_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, NEUTRAL_MESSAGE, drop_neutral
+from dspark.serving.chat_messages import STRICT, ChatMessage
+from dspark.serving.tool_choice import MAX_TOOLS, Tool, ToolChoice, callable_tools
+from dspark.serving.unsupported_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, drop_neutral
 
 MAX_CHOICES = 128  # `n`, the OpenAI API's limit
 MAX_SEQUENCES = 1024  # choices of one call: prompts times n
@@ -57,8 +59,7 @@ class SamplingDefaults(Protocol):
 
 
 class _Model(BaseModel):
-    # Strict: "5" and true are not 5. Defaults are the API's, not None, where null means "the default".
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = STRICT
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -194,10 +195,11 @@ class _GenerationRequest(_Model):
         choice: int = 0,
         default_max_tokens: int | None = None,
         bad_token_sequences: Sequence[Sequence[int]] = (),
+        kept_token_ids: Sequence[int] = (),
     ) -> SamplingParams:
         """Return the parameters of one choice: the request's, else the model's defaults, else our own.
 
-        `bad_token_sequences` are the tokens of its bad words.
+        `bad_token_sequences` are the tokens of its bad words, `kept_token_ids` the special ones that mark up answers.
         Choices of a seeded request get seeds of their own; choice 0 gets the request's. Raises `RequestError`.
         """
         values: dict[str, Any] = {
@@ -206,6 +208,7 @@ class _GenerationRequest(_Model):
             "num_draft_tokens": self.speculation.num_draft_tokens if self.speculation else None,
             "logprobs": self.num_top_logprobs,
             "bad_token_sequences": bad_token_sequences,
+            "kept_token_ids": kept_token_ids,
         }
         for name in (*_SAMPLING_VALUES, *_SAMPLING_FLAGS):
             values[name] = getattr(self, name)
@@ -254,29 +257,6 @@ class CompletionRequest(_GenerationRequest):
             )
 
 
-class TextPart(_Model):
-    """One part of a message's content; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Model):
-    """One message. Which roles exist is the chat template's business."""
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_MESSAGE
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-
-    def as_template_input(self) -> dict[str, Any]:
-        """Return what chat templates take; text parts are joined by newlines."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
-
-
 class ChatCompletionRequest(_GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
@@ -288,6 +268,10 @@ class ChatCompletionRequest(_GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: Annotated[bool, _or_default(False)] = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _or_default(0)] = 0
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), _or_default([])] = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool, _or_default(True)] = True  # False: the answer ends with its first call
+    include_reasoning: Annotated[bool, _or_default(True)] = True
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -304,6 +288,9 @@ class ChatCompletionRequest(_GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        for index, message in enumerate(self.messages):
+            message.check(f"messages[{index}]")
+        callable_tools(self.tools, self.tool_choice)
         if self.top_logprobs and not self.logprobs:
             raise RequestError(
                 f"top_logprobs ({self.top_logprobs}) needs logprobs; set logprobs to true", param="top_logprobs"
@@ -363,7 +350,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part != "str":
+        elif part.isidentifier() and part not in ("str", "NamedTool"):
             path += f".{part}"
     return path if len(path) <= MAX_SHOWN_PATH else f"{path[:MAX_SHOWN_PATH]}..."
 

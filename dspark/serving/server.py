@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
+from dspark.config import ChatConfig
 from dspark.errors import ConfigError
 from dspark.serving.app import DEFAULT_MAX_BODY_BYTES, create_app
 from dspark.serving.bridge import EngineBridge
@@ -49,6 +50,7 @@ def run_server(
     shutdown_timeout_s: float = 30.0,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     admin_key: str | None = None,
+    chat: ChatConfig | None = None,
     on_ready: Callable[[str], None] | None = None,
     save_interval_s: float = SAVE_INTERVAL_S,
 ) -> None:
@@ -58,14 +60,14 @@ def run_server(
     takes a free one. Clients that connect meanwhile wait, and are answered when the engine is ready. While draining,
     new calls get 503, running ones have `shutdown_timeout_s` seconds to end, and what is left then ends with finish
     reason "abort". A second signal cuts that wait short, a third drops all connections. What the engine learned is
-    written every `save_interval_s` and in the end. `admin_key` opens the routes under /admin. `on_ready` gets the
-    server's URL.
+    written every `save_interval_s` and in the end. `admin_key` opens the routes under /admin, `chat` says how
+    answers are read. `on_ready` gets the server's URL.
     """
     with bind_socket(host, port) as sock:
         served = load()
         bridge = EngineBridge(served.engine)
         config = uvicorn.Config(
-            create_app(bridge, max_body_bytes=max_body_bytes, admin_key=admin_key),
+            create_app(bridge, max_body_bytes=max_body_bytes, admin_key=admin_key, chat=chat),
             lifespan="on",
             log_config=None,  # the program that calls this decides about logging
             log_level="warning",

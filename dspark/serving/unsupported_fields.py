@@ -30,9 +30,6 @@ NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
 NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
     "echo": (None, False),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),  # without tools both mean none
-    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
@@ -48,12 +45,10 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 
 # What clients send back when they repeat an assistant's message.
 NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "tool_calls": (None, []),
     "function_call": (None,),
     "refusal": (None,),
     "audio": (None,),
     "annotations": (None, []),
-    "reasoning_content": (None,),
 }
 
 

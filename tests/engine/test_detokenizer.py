@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from byte_tokenizers import (
+    BOS_ID,
+    END_OF_TURN_ID,
     SPANNING_ID,
     TOOL_ID,
     ToyTokenizer,
@@ -46,6 +48,20 @@ FALLBACK_DECODERS = {
     "wordpiece": decoders.WordPiece(),
     "bpe": decoders.BPEDecoder("a"),
 }
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "token_ids", "kept", "text"),
+    [
+        (BYTE_LEVEL, [97, BOS_ID, END_OF_TURN_ID, 98], BOS_ID, "a<bos>b"),
+        (ToyTokenizer(byte_fallback_backend()), [260, 257, 256, 263], 257, "hello<s>a"),
+    ],
+)
+def test_special_tokens_that_are_kept_show_their_text(
+    tokenizer: ToyTokenizer, token_ids: list[int], kept: int, text: str
+) -> None:
+    detokenizer = create_detokenizer(tokenizer, skip_special_tokens=True, kept_token_ids=[kept])
+    assert "".join(detokenizer.push(token_id) for token_id in token_ids) + detokenizer.tail() == text
 
 
 @settings(max_examples=150, deadline=None)

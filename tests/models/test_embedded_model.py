@@ -32,6 +32,10 @@ def test_prompt_is_that_of_the_official_model(model: ModelFolder) -> None:
     assert ids == reference.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
 
 
+def test_its_chat_template_takes_no_tools(model: ModelFolder) -> None:
+    assert not load_tokenizer(model.path).takes_tools
+
+
 def test_generation_ends_at_the_end_of_turn_and_samples_as_the_user_says(model: ModelFolder) -> None:
     defaults = load_generation_defaults(model.path)
     assert defaults.eos_token_ids == {2}

@@ -129,6 +129,39 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.render_chat([], template_kwargs={"tools": tools})) == "look_up"
 
 
+@pytest.mark.parametrize("place", ["file", "list"])
+def test_chats_with_tools_get_a_template_of_their_own_where_there_is_one(tmp_path: Path, place: str) -> None:
+    named = [{"name": "default", "template": "hello"}, {"name": "tool_use", "template": "{{ tools[0] }}"}]
+    save(tmp_path, chat_template=named if place == "list" else "hello")
+    if place == "file":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools[0] }}")
+        (tmp_path / "chat_template.jinja").write_text("hello")
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.chat_template, tokenizer.tool_chat_template) == ("hello", "{{ tools[0] }}")
+    assert tokenizer.takes_tools
+    assert tokenizer.decode(tokenizer.render_chat([])) == "hello"
+    assert tokenizer.decode(tokenizer.render_chat([], template_kwargs={"tools": []})) == "hello"
+    assert tokenizer.decode(tokenizer.render_chat([], template_kwargs={"tools": [{"a": 1}]})).startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("template", "takes_tools"),
+    [
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools %}{{ tools }}{% endif %}", True),
+        (
+            "{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% if tools %}x{% endif %}{% endfor %}",
+            True,
+        ),
+        ("{% for m in messages %}{{ m.tools }} tools{% endfor %}", False),
+        ("{% set tools = [] %}{{ tools }}", False),
+        (None, False),
+    ],
+)
+def test_template_tells_whether_it_takes_tools(tmp_path: Path, template: str | None, takes_tools: bool) -> None:
+    assert load_tokenizer(save(tmp_path, chat_template=template)).takes_tools == takes_tools
+
+
 def test_refusal_of_the_template_is_the_requests_fault(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="refuses these messages: no tools here") as caught:
         tokenizer.render_chat([{"role": "tool", "content": "x"}])

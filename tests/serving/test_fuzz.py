@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from app_client import AppClient
+from byte_tokenizers import ToyTokenizer, byte_level_backend
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,10 +33,12 @@ SCALARS = st.one_of(
     st.floats(0, 1),
     st.text(max_size=8),
     st.sampled_from(["toy", "user", "text", "auto", "\ud800", "none", "", 2**63, 10**400, 1e308]),
+    st.sampled_from(["assistant", "tool", "function", "required", "{}"]),
 )
 KEYS = st.one_of(
     st.text(max_size=5),
     st.sampled_from(["role", "content", "type", "text", "name", "num_draft_tokens", "include_usage", "tool_calls"]),
+    st.sampled_from(["function", "arguments", "parameters", "strict", "id", "tool_call_id", "reasoning"]),
 )
 VALUES = st.recursive(
     SCALARS,
@@ -46,7 +49,8 @@ VALUES = st.recursive(
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[AppClient]:
-    client = AppClient(FakeEngine())
+    template = "{{ tools }} tool_calls <tool_call> <think></think>"
+    client = AppClient(FakeEngine(tokenizer=ToyTokenizer(byte_level_backend(), chat_template=template)))
     yield client
     client.close()
 

@@ -11,6 +11,7 @@ import pytest
 from dspark.errors import RequestError
 from dspark.request import MAX_SEED
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest, parse_body
+from dspark.serving.tool_choice import callable_tools
 
 NO_DEFAULTS = SimpleNamespace(temperature=None, top_p=None, top_k=None, min_p=None, repetition_penalty=None)
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -222,8 +223,8 @@ def test_unsupported_field_passes_only_when_it_asks_for_nothing(name: str, neutr
     [
         ("echo", False, True),
         ("reasoning_effort", None, "low"),
-        ("tools", [], [{"type": "function"}]),
-        ("tool_choice", "none", "required"),
+        ("functions", [], [{"name": "f"}]),
+        ("function_call", "none", {"name": "f"}),
         ("response_format", {"type": "text"}, {"type": "json_schema"}),
         ("modalities", ["text"], ["audio"]),
     ],
@@ -268,8 +269,127 @@ def test_assistant_message_sent_back_by_a_client_is_accepted() -> None:
     extras = {"refusal": None, "tool_calls": None, "function_call": None, "audio": None, "annotations": []}
     message = chat(messages=[{"role": "assistant", "content": "hi", **extras}]).messages[0]
     assert message.as_template_input() == {"role": "assistant", "content": "hi"}
-    error = refusal(chat, messages=[{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}])
-    assert error.param == "messages[0].tool_calls"
+    error = refusal(chat, messages=[{"role": "assistant", "content": "", "function_call": {"name": "f"}}])
+    assert error.param == "messages[0].function_call"
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
+
+
+def test_calls_and_their_results_reach_the_template_with_arguments_read() -> None:
+    messages = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [CALL, {**CALL, "index": 1}]},
+            {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "Hm."},
+            {"role": "assistant", "content": "a", "reasoning": "Hm.", "tool_calls": []},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}], "name": "f"},
+        ]
+    ).messages
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}
+    assert [message.as_template_input() for message in messages] == [
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "assistant", "content": "a", "reasoning_content": "Hm."},
+        {"role": "tool", "content": "5", "name": "f", "tool_call_id": "call_1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant"}, "content"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "content"),
+        ({"role": "user", "content": "", "tool_calls": [CALL]}, "tool_calls"),
+        ({"role": "tool", "content": "5"}, "tool_call_id"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "tool_calls[0].type"),
+        ({"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}, "reasoning"),
+        *(
+            (
+                {
+                    "role": "assistant",
+                    "tool_calls": [CALL, {**CALL, "function": {"name": "f", "arguments": arguments}}],
+                },
+                "tool_calls[1].function.arguments",
+            )
+            for arguments in ("", "[]", "{", "1", {}, '{"a": ' + "[" * 10_000)
+        ),
+    ],
+)
+def test_message_that_makes_no_sense_is_refused(message: dict[str, Any], param: str) -> None:
+    assert refusal(chat, messages=[MESSAGES[0], message]).param == f"messages[1].{param}"
+
+
+# -- tools -------------------------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "It does.", "strict": True}}
+
+
+def test_template_gets_tools_with_their_parameters_and_without_what_is_not_for_the_model() -> None:
+    (tool,) = chat(tools=[TOOL]).tools
+    assert tool.as_template_input() == {
+        "type": "function",
+        "function": {"name": "f", "description": "It does.", "parameters": {"type": "object", "properties": {}}},
+    }
+    schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "$defs": {}}
+    (tool,) = chat(tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}]).tools
+    assert tool.as_template_input()["function"] == {"name": "f", "parameters": {"type": "object", **schema}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [TOOL | {"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": 3, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": {"name": 3}}, "tools": [TOOL]}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"include_reasoning": "no"}, "include_reasoning"),
+    ],
+)
+def test_wrong_tools_are_refused_naming_the_field(fields: dict[str, Any], param: str) -> None:
+    error = refusal(chat, **fields)
+    assert error.param == param
+    assert param in str(error)
+
+
+def test_tool_fields_that_ask_for_nothing_need_no_tools() -> None:
+    for fields in ({"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tool_choice": "auto"}):
+        call = chat(**fields)
+        assert callable_tools(call.tools, call.tool_choice) == []
+    neutral = {"parallel_tool_calls": None, "include_reasoning": None, "tool_choice": None, "tools": None}
+    assert chat(**neutral) == chat()
+
+
+def test_choice_says_which_tools_may_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
+
+    def names(**fields: Any) -> list[str]:
+        call = chat(tools=tools, **fields)
+        return [tool.function.name for tool in callable_tools(call.tools, call.tool_choice)]
+
+    assert names() == names(tool_choice="auto") == names(tool_choice="required") == ["f", "g", "h"]
+    assert names(tool_choice="none") == []
+    assert names(tool_choice={"type": "function", "function": {"name": "g"}}) == ["g"]
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:
