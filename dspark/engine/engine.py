@@ -17,6 +17,7 @@ from dspark.engine.guard import FaultLimits, Part
 from dspark.engine.output import OutputProcessor
 from dspark.engine.pace import StepSize
 from dspark.engine.page_allocator import PageAllocator
+from dspark.engine.prompt_scoring import score_prompts
 from dspark.engine.request_check import check_request
 from dspark.engine.runner import TargetRunner
 from dspark.engine.scheduler import ScheduledRow, Scheduler, verify_all
@@ -126,6 +127,7 @@ class Engine:
             masked_token_ids=output.end_token_ids,
             seed=request_seed(request),
             logit_processor=logit_processor(sampling, prompt_token_ids=request.prompt_token_ids),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [],
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
@@ -185,6 +187,9 @@ class Engine:
 
     def _run(self, rows: list[ScheduledRow]) -> None:
         rows, results = self._verified(rows)
+        if any(row.sequence.num_unscored for row in rows):
+            with self._timed("score"):
+                self.compute.run(lambda: score_prompts(rows, self.runner))
         judged = zip(_sampled(rows), results, strict=True)
         num_emitted = [len(result.token_ids) for row, result in judged if row.is_round]
         size = StepSize().plus((r.sequence.num_computed, r.num_tokens + len(r.draft.token_ids)) for r in rows)
@@ -200,6 +205,8 @@ class Engine:
             for row in rows:
                 if row.sequence.page_ids:  # ended sequences registered theirs before giving them back
                     row.sequence.register_pages(self.allocator)
+                if row.sequence.num_uncomputed == 0:  # no token was wanted, the prompt was to be scored
+                    self._end_early(row.sequence, FinishReason.LENGTH, row.sequence.error)
         if self.drafting is not None:
             with self._timed("draft"):
                 decoding = [sequence for sequence in self.scheduler.running if sequence.is_decoding]
@@ -236,9 +243,9 @@ class Engine:
         """Append what verification let through, up to where the request ends, and report it."""
         sequence = row.sequence
         sequence.draft = NO_DRAFT
-        if result.error is not None:
-            logger.error("request %s: %s", sequence.request_id, result.error)
-            self._end_early(sequence, FinishReason.ERROR, result.error)
+        error = result.error or sequence.error
+        if error is not None:
+            self._end_early(sequence, FinishReason.ERROR, error)
             return
         assert 1 <= len(result.token_ids) <= len(row.draft.token_ids) + 1, (result, row.draft.token_ids)
         appended = sequence.output.append(result.token_ids)
@@ -284,7 +291,8 @@ class Engine:
             self.metrics.memory_bandwidth.set(self._num_weight_bytes / phases["forward"])
         if self.planner is None:
             return
-        target_s, step_s = phases["forward"] + phases["features"], sum(phases.values())
+        # Scoring prompts is foreseen by nobody, and says nothing of the steps to come.
+        target_s, step_s = phases["forward"] + phases["features"], sum(phases.values()) - phases["score"]
         if num_emitted and self.planner.predicted_step_s > 0.0:
             self.metrics.observe_prediction(self.planner.predicted_step_s, step_s)
         observe = partial(
@@ -304,6 +312,9 @@ class Engine:
     # -- ends ----------------------------------------------------------------------------------------------
 
     def _end_early(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        if error is not None:
+            logger.error("request %s: %s", sequence.request_id, error)
+            reason = FinishReason.ERROR
         output = sequence.make_output()
         output.text, output.finish_reason, output.error = sequence.output.flush(), reason, error
         self._pending_outputs.append(output)
