@@ -78,6 +78,7 @@ class SamplingParams:
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         _check_integer("top_k", self.top_k, low=-1)
         _check_integer("seed", self.seed, low=-MAX_SEED, high=MAX_SEED)
+        _check_integer("logprobs", self.logprobs, low=0, high=MAX_TOP_LOGPROBS)
         _check_integer("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_TOP_LOGPROBS)
         _check_integer("max_tokens", self.max_tokens, low=1 if self.prompt_logprobs is None else 0)
         _check_integer("min_tokens", self.min_tokens, low=0)
@@ -94,7 +95,6 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _check_integer("logprobs", self.logprobs, low=0, high=MAX_TOP_LOGPROBS)
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(
                 f"logit_bias ({reprlib.repr(self.logit_bias)}) must map token ids to numbers", param="logit_bias"

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspark.engine.detokenizer import HasBackend
 from dspark.request import FinishReason, Request, RequestOutput, SpeculationStats, TokenLogprobs
-from dspark.serving.logprobs import LogprobsWriter
+from dspark.serving.logprobs import HasSpecialTokens, LogprobsWriter, prompt_logprobs_fields
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest
 from dspark.serving.speculation_stats import speculation_fields
 
@@ -29,10 +28,11 @@ class _Choice:
 
     index: int
     prompt_token_ids: Sequence[int]
-    echo: str  # comes before its text
+    echo: str | None  # comes before its text
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     logprobs_writer: LogprobsWriter
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -53,10 +53,11 @@ class Answer:
         requests: Sequence[Request],
         *,
         answer_id: str,
-        tokenizer: HasBackend,
+        tokenizer: HasSpecialTokens,
         echoes: Sequence[str] = (),
     ) -> None:
         self._call = call
+        self._tokenizer = tokenizer
         self._is_chat = isinstance(call, ChatCompletionRequest)
         self._id = answer_id
         self._created = int(time.time())
@@ -64,8 +65,13 @@ class Answer:
             request.request_id: _Choice(
                 index=index,
                 prompt_token_ids=request.prompt_token_ids,
-                echo=echoes[index] if echoes else "",
-                logprobs_writer=LogprobsWriter(tokenizer, is_chat=self._is_chat),
+                echo=echoes[index] if echoes else None,
+                logprobs_writer=LogprobsWriter(
+                    tokenizer,
+                    is_chat=self._is_chat,
+                    echo=echoes[index] if echoes else "",
+                    skips_special_tokens=call.skip_special_tokens,
+                ),
             )
             for index, request in enumerate(requests)
         }
@@ -76,6 +82,7 @@ class Answer:
         choice.texts.append(output.text)
         choice.token_ids.extend(output.token_ids)
         choice.logprobs.extend(output.logprobs or ())
+        choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
         choice.num_cached_tokens, choice.speculation = output.num_cached_tokens, output.speculation
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
 
@@ -83,18 +90,21 @@ class Answer:
         """Return the whole answer."""
         choices = []
         for choice in self._choices.values():
-            text = choice.echo + "".join(choice.texts)
+            text = (choice.echo or "") + "".join(choice.texts)
             content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
             fields = self._choice_fields(choice, content, choice.token_ids, choice.logprobs, has_prompt=True)
             choices.append(fields)
         name = "chat.completion" if self._is_chat else "text_completion"
-        return to_json({**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()})
+        body = {**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()}
+        if self._is_chat:  # the choices of a chat share its prompt
+            body |= self._prompt_logprobs(next(iter(self._choices.values())))
+        return to_json(body)
 
     def events(self, output: RequestOutput) -> Iterator[bytes]:
         """Take in one output and return its event; none when it holds nothing that the client asked for."""
         self.add(output)
         wants_tokens = self._call.return_token_ids or self._call.has_continuous_usage or output.logprobs is not None
-        has_tokens = output.token_ids and wants_tokens
+        has_tokens = (output.token_ids and wants_tokens) or output.prompt_logprobs is not None
         if output.text or has_tokens or output.finish_reason is not None:
             yield to_event(self._chunk(self._choices[output.request_id], output))
 
@@ -112,12 +122,14 @@ class Answer:
 
     def _chunk(self, choice: _Choice, output: RequestOutput) -> dict[str, Any]:
         is_first, choice.is_begun = not choice.is_begun, True
-        content: dict[str, Any] = {"text": choice.echo + output.text if is_first else output.text}
+        content: dict[str, Any] = {"text": (choice.echo or "") + output.text if is_first else output.text}
         if self._is_chat:
             role = {"role": "assistant"} if is_first else {}
             content = {"delta": {**role, "content": output.text}}
         fields = self._choice_fields(choice, content, output.token_ids, output.logprobs or (), has_prompt=is_first)
         chunk = {**self._head(self._chunk_name), "choices": [fields]}
+        if self._is_chat and is_first and choice.index == 0:
+            chunk |= self._prompt_logprobs(choice)
         if self._call.has_continuous_usage:
             chunk["usage"] = self._usage()
         elif self._call.includes_usage:
@@ -136,11 +148,10 @@ class Answer:
         *,
         has_prompt: bool,
     ) -> dict[str, Any]:
-        has_logprobs = self._call.num_top_logprobs is not None
         fields = {
             "index": choice.index,
             **content,
-            "logprobs": choice.logprobs_writer.write(logprobs) if has_logprobs else None,
+            "logprobs": self._logprobs(choice, logprobs, has_prompt=has_prompt),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -148,7 +159,27 @@ class Answer:
             fields["token_ids"] = list(token_ids)
             if has_prompt:
                 fields["prompt_token_ids"] = list(choice.prompt_token_ids)
+        if has_prompt and not self._is_chat:
+            fields |= self._prompt_logprobs(choice)
         return fields
+
+    def _logprobs(
+        self, choice: _Choice, logprobs: Sequence[TokenLogprobs], *, has_prompt: bool
+    ) -> dict[str, Any] | None:
+        num_top = self._call.num_top_logprobs
+        if num_top is None:
+            return None
+        fields = choice.logprobs_writer.write(logprobs)
+        if not has_prompt or choice.echo is None or choice.prompt_logprobs is None:  # None: aborted before
+            return fields
+        echoed = choice.logprobs_writer.write_echo(choice.prompt_token_ids, choice.prompt_logprobs, num_top)
+        return {name: echoed[name] + values for name, values in fields.items()}
+
+    def _prompt_logprobs(self, choice: _Choice) -> dict[str, Any]:
+        num_top, entries = self._call.prompt_logprobs, choice.prompt_logprobs
+        if num_top is None or entries is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs_fields(self._tokenizer, entries, num_top)}
 
     def _metrics(self) -> dict[str, Any]:
         """Return how drafting went in all choices together, for a call that wants to know."""

@@ -11,7 +11,6 @@ from dspark.errors import RequestError
 # Values that ask for nothing, by unsupported field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1),
-    "prompt_logprobs": (None,),
     "use_beam_search": (None, False),
     "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),

@@ -82,9 +82,9 @@ def test_choices_of_one_call_keep_counts_of_their_own(app: Any, plain_app: Any) 
         ({"allowed_token_ids": [99]}, "allowed_token_ids"),
         ({"bad_token_ids": list(range(16))}, "bad_token_ids"),
         ({"logprobs": 21}, "logprobs"),
-        ({"echo": True, "logprobs": 0}, "echo"),
         ({"best_of": 2}, "best_of"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
