@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 from byte_tokenizers import ToyTokenizer, byte_level_backend
+from drafter_cases import PAGE_SIZE
 from dspark_bench import RecordingProposer, engine_over, stored_drafter
 
 from dspark.engine.engine import Engine
@@ -17,6 +18,8 @@ from dspark.models.tokenizer import GenerationDefaults
 from dspark.serving.app import create_app
 from dspark.serving.bridge import EngineBridge
 from dspark.serving.server import bind_socket
+from dspark.speculation.combined import CombinedProposer
+from dspark.speculation.dspark_drafter import DSparkProposer
 from dspark.speculation.ngram import NgramProposer
 from dspark.speculation.proposal import Draft, DraftContext, Proposer
 
@@ -27,8 +30,8 @@ NUM_PAGES = 256
 class ByteTokenizer(ToyTokenizer):
     """Ids are bytes; a chat is its messages as text, for the tiny target has no room for special tokens."""
 
-    def __init__(self) -> None:
-        super().__init__(byte_level_backend())
+    def __init__(self, *, bos_token_id: int | None = None) -> None:
+        super().__init__(byte_level_backend(), bos_token_id=bos_token_id)
 
     def render_chat(
         self,
@@ -39,7 +42,8 @@ class ByteTokenizer(ToyTokenizer):
     ) -> list[int]:
         """Render as `role:content` lines; the template's one variable is `closing`, the last line's beginning."""
         closing = (template_kwargs or {}).get("closing", "assistant:") if add_generation_prompt else ""
-        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages) + closing)
+        lines = [f"{message['role']}:{message['content']}\n" for message in messages]
+        return self.encode("".join(lines) + closing, add_special_tokens=False)
 
 
 class KnownTexts:
@@ -71,6 +75,7 @@ def byte_engine(
     *,
     known: Callable[[DraftContext, Draft], Draft] | None = None,
     eos_token_ids: Sequence[int] = (),
+    bos_token_id: int | None = None,
     **sampling_defaults: Any,
 ) -> Engine:
     """Return an engine with the drafter of a `kind`; `known` may replace a DSpark drafter's drafts."""
@@ -78,9 +83,12 @@ def byte_engine(
         "plain": lambda: None,
         "ngram": NgramProposer,
         "dspark": lambda: RecordingProposer(stored_drafter("deepspec_gated"), num_pages=NUM_PAGES, correct=known),
+        "dspark+ngram": lambda: CombinedProposer(
+            DSparkProposer(stored_drafter("deepspec_gated"), num_pages=NUM_PAGES, page_size=PAGE_SIZE)
+        ),
     }
     engine = engine_over(proposers[kind](), num_pages=NUM_PAGES)
-    engine.tokenizer = ByteTokenizer()  # type: ignore[assignment]
+    engine.tokenizer = ByteTokenizer(bos_token_id=bos_token_id)  # type: ignore[assignment]
     engine.generation_defaults = GenerationDefaults(eos_token_ids=frozenset(eos_token_ids), **sampling_defaults)
     return engine
 

@@ -43,6 +43,11 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "chat_template": (None,),
     "documents": (None, []),
+    "moderation": (None,),
+    "prompt_cache_key": (None,),
+    "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None,),
+    "safety_identifier": (None,),
 }
 
 # What clients send back when they repeat an assistant's message.

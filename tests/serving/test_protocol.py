@@ -227,6 +227,9 @@ def test_unsupported_field_passes_only_when_it_asks_for_nothing(name: str, neutr
         ("tool_choice", "none", "required"),
         ("response_format", {"type": "text"}, {"type": "json_schema"}),
         ("modalities", ["text"], ["audio"]),
+        ("prompt_cache_key", None, "k"),
+        ("safety_identifier", None, "ann"),
+        ("truncate_prompt_tokens", None, 5),
     ],
 )
 def test_unsupported_chat_field_passes_only_when_it_asks_for_nothing(name: str, neutral: Any, value: Any) -> None:
