@@ -47,7 +47,7 @@ class ByteTokenizer(ToyTokenizer):
 
 
 class KnownTexts:
-    """Makes drafts right for some tokens and wrong after, in turn: the tiny drafter is random, none of its own would be.
+    """Makes drafts right for some tokens and wrong after, in turn: none of the tiny drafter's own would be right.
 
     `add` what will come out, prompt included; drafts of other texts stay as they are.
     """

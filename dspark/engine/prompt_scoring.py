@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, from the prefill passes that compute them anyway, a bounded number of rows at a time."""
+"""Log-probabilities of prompts, from the passes that prefill them anyway, a bounded number of rows at a time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from dspark.engine.runner import TargetRunner
 from dspark.engine.scheduler import ScheduledRow
+from dspark.engine.sequence import Sequence as RequestSequence
 from dspark.speculation.token_logprobs import token_logprobs
 from dspark.speculation.verification import INVALID_LOGITS_ERROR
 
@@ -22,7 +23,7 @@ def score_prompts(rows: Sequence[ScheduledRow], runner: TargetRunner) -> None:
     `rows` are those that `runner` executed last, before their tokens count as computed. A request whose logits are not
     numbers gets an `error`. What was scored before a preemption stays. Synchronises.
     """
-    wanted = []  # request, position of the token to be scored, index of the one before it in the batch
+    wanted: list[tuple[RequestSequence, int, int]] = []  # position of what is scored, index of the token before it
     start = 0
     for row in rows:
         sequence = row.sequence
@@ -31,8 +32,10 @@ def score_prompts(rows: Sequence[ScheduledRow], runner: TargetRunner) -> None:
             first = 1 + len(sequence.prompt_logprobs)
             end = sequence.num_computed + row.num_tokens
             assert sequence.num_computed < first, (sequence.num_computed, first)
-            for position in range(first, min(end + 1, sequence.num_prompt_tokens)):
-                wanted.append((sequence, position, start + position - 1 - sequence.num_computed))
+            wanted += [
+                (sequence, position, start + position - 1 - sequence.num_computed)
+                for position in range(first, min(end + 1, sequence.num_prompt_tokens))
+            ]
         start += row.num_tokens + len(row.draft.token_ids)
     for begin in range(0, len(wanted), MAX_ROWS):
         block = wanted[begin : begin + MAX_ROWS]

@@ -51,7 +51,7 @@ class LogprobsWriter:
     def write_echo(
         self, prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None], num_top: int
     ) -> dict[str, Any]:
-        """Return what comes before the first `write` of a completion that echoes its prompt; null for the first token."""
+        """Return what comes before the first `write` of a completion that echoes its prompt."""
         special_ids = self._tokenizer.special_token_ids
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         offsets, offset = [], 0
@@ -107,7 +107,7 @@ class LogprobsWriter:
 def prompt_logprobs_fields(
     tokenizer: HasBackend, entries: Sequence[TokenLogprobs | None], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` as vLLM writes it: by token id, the likeliest first, the prompt's own token among them."""
+    """Return `prompt_logprobs` in vLLM's shape: by token id, the likeliest first, the prompt's own token among them."""
     return [None if entry is None else _prompt_token_fields(tokenizer, entry, num_top) for entry in entries]
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of one uninterrupted pass, whatever the cache, the chunks and the neighbours do."""
+"""Log-probabilities of prompts: those of one uninterrupted pass, whatever cache, chunks and neighbours do."""
 
 from __future__ import annotations
 
@@ -138,7 +138,9 @@ def test_a_real_decoder_scores_a_prompt_as_one_pass_over_it_does(drafter):
     for _ in range(2):
         transcripts = run_requests(engine, make_requests(prompts, params))
         for i, prompt in enumerate(prompts):
-            plain = run_requests(engine_over(None), make_requests([prompt], SamplingParams(temperature=0, max_tokens=8)))
+            plain = run_requests(
+                engine_over(None), make_requests([prompt], SamplingParams(temperature=0, max_tokens=8))
+            )
             assert transcripts[f"r{i}"].token_ids == plain["r0"].token_ids
             runner = engine_over(None).runner
             runner.execute([BatchRow(token_ids=prompt, start_position=0, page_ids=range(-(-len(prompt) // 4)))])

@@ -129,9 +129,7 @@ def test_chats_whole_and_streamed_sync_and_async_say_the_same(served: Served, te
             assert "".join(part.delta.content for part in deltas) == choice.message.content
             entries = [entry for part in deltas for entry in part.logprobs.content]
             assert [e.token for e in entries] == [e.token for e in choice.logprobs.content]
-            assert [e.logprob for e in entries] == pytest.approx(
-                [e.logprob for e in choice.logprobs.content], abs=1e-4
-            )
+            assert [e.logprob for e in entries] == pytest.approx([e.logprob for e in choice.logprobs.content], abs=1e-4)
             assert deltas[-1].finish_reason == "length"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def always(token_id: int) -> FunctionProposer:
 
 
 def saying(text: str, prompt_len: int) -> Rule:
-    """A target that says `text` and ends, token by token whatever came out instead; a dash is what it likes next best."""
+    """A target that says `text` and ends, whatever came out instead of a token; a dash is what it likes next best."""
     token_ids = [*text.encode(), EOS_ID]
 
     def logits(context: tuple[int, ...]) -> np.ndarray:
@@ -113,9 +114,7 @@ def test_min_p_holds_for_every_token_of_a_block(open_app: OpenApp, num_draft_tok
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("num_before", range(7))
-def test_a_bad_word_is_broken_wherever_a_block_ends(
-    open_app: OpenApp, num_draft_tokens: int, num_before: int
-) -> None:
+def test_a_bad_word_is_broken_wherever_a_block_ends(open_app: OpenApp, num_draft_tokens: int, num_before: int) -> None:
     """E4: of a word of two tokens the first may come out, the second not after it; "a" alone and "b" alone may."""
     app = open_saying(open_app, "x" * num_before + "abba", num_draft_tokens=num_draft_tokens)
     answer = app.complete(temperature=0, max_tokens=20, bad_words=["ab"]).json()
@@ -185,7 +184,7 @@ def test_logprobs_of_a_mixed_batch_stay_with_their_requests(open_app: OpenApp) -
     for n, response in zip(num_right, app.run(send_all()), strict=True):
         (choice,) = response.json()["choices"]
         path = [n % 8, *choice["token_ids"]]
-        expected = [np.log(probs[a][b]) for a, b in zip(path, path[1:], strict=False)]
+        expected = [np.log(probs[a][b]) for a, b in pairwise(path)]
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
         assert len(choice["logprobs"]["tokens"]) == 12
 
@@ -204,7 +203,11 @@ def test_characters_stay_whole_whatever_the_rounds_bring(open_app: OpenApp, bloc
     assert not any("\ufffd" in text_of([chunk]) for chunk in chunks)
     num_tokens = len("é 世界 ".encode()) + 2  # half of the first emoji
     cut = events(app.complete(temperature=0, max_tokens=num_tokens, stream=True).text)
-    assert text_of(cut) == "é 世界 \ufffd" == app.complete(temperature=0, max_tokens=num_tokens).json()["choices"][0]["text"]
+    assert (
+        text_of(cut)
+        == "é 世界 \ufffd"
+        == app.complete(temperature=0, max_tokens=num_tokens).json()["choices"][0]["text"]
+    )
     assert not any("\ufffd" in text_of([chunk]) for chunk in cut[:-1])
 
 
@@ -232,7 +235,7 @@ def test_each_of_four_choices_ends_on_its_own(open_app: OpenApp) -> None:
     assert texts == [choice["text"] for choice in second]
     assert len(set(texts)) == 4
     words = [f"t{text}" for text in texts[2].split("t")[1:]]
-    stop = next(a + b for a, b in zip(words[3:], words[4:], strict=False) if sum(a + b in text for text in texts) == 1)
+    stop = next(a + b for a, b in pairwise(words[3:]) if sum(a + b in text for text in texts) == 1)
     stopped = app.complete(**body, stop=stop).json()["choices"]
     assert [choice["finish_reason"] for choice in stopped] == ["length", "length", "stop", "length"]
     assert [choice["text"] for choice in stopped] == [*texts[:2], texts[2].split(stop)[0], texts[3]]
@@ -243,7 +246,9 @@ def test_each_of_four_choices_ends_on_its_own(open_app: OpenApp) -> None:
 
 @pytest.mark.parametrize("kind", ["ngram", "dspark", "dspark+ngram"])
 @pytest.mark.parametrize("prompt", ["", [1], [7], [35], [35, 35], "ab"])
-def test_a_prompt_of_next_to_nothing_is_answered_as_by_plain_decoding(open_app: OpenApp, kind: str, prompt: Any) -> None:
+def test_a_prompt_of_next_to_nothing_is_answered_as_by_plain_decoding(
+    open_app: OpenApp, kind: str, prompt: Any
+) -> None:
     """K5: empty (BOS alone), BOS, one token, EOS alone, shorter than any history."""
     apps = [open_app(byte_engine(k, bos_token_id=1, eos_token_ids=[35])) for k in (kind, "plain")]
     for temperature in (0, 1):
