@@ -23,7 +23,7 @@ disable_created_metrics()
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
-STEP_PHASES = ("schedule", "forward", "verify", "features", "output", "draft")
+STEP_PHASES = ("schedule", "forward", "verify", "score", "features", "output", "draft")
 
 
 # Our names for what is kept under vLLM's, so that everything is found under one prefix too.

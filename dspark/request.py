@@ -45,7 +45,7 @@ class SamplingParams:
     top_k: int = 0  # 0 or -1 is off
     min_p: float = 0.0  # in [0, 1]; 0 is off
     seed: int | None = None  # set: the text is reproduced exactly whatever the load or the drafter
-    max_tokens: int | None = None  # None: up to the end of the context
+    max_tokens: int | None = None  # None: up to the end of the context; 0 only with `prompt_logprobs`
     min_tokens: int = 0  # end-of-sequence and stop conditions wait for this many tokens
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -62,6 +62,7 @@ class SamplingParams:
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()  # never come out as a whole; the last token is what is banned
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else comes out; None is off
     logprobs: int | None = None  # with every token its log-probability and so many of the likeliest; None: neither
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens but the first, with the first output
     num_draft_tokens: int | None = None  # drafted tokens a round at most, in place of the engine's; 0: plain decoding
 
     def __post_init__(self) -> None:
@@ -79,7 +80,9 @@ class SamplingParams:
         _check_number("min_p", self.min_p, low=0.0, high=1.0)
         _check_integer("top_k", self.top_k, low=-1)
         _check_integer("seed", self.seed, low=-MAX_SEED, high=MAX_SEED)
-        _check_integer("max_tokens", self.max_tokens, low=1)
+        _check_integer("logprobs", self.logprobs, low=0, high=MAX_TOP_LOGPROBS)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, low=0, high=MAX_TOP_LOGPROBS)
+        _check_integer("max_tokens", self.max_tokens, low=1 if self.prompt_logprobs is None else 0)
         _check_integer("min_tokens", self.min_tokens, low=0)
         _check_integer("num_draft_tokens", self.num_draft_tokens, low=0, high=MAX_DRAFT_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -94,7 +97,6 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-        _check_integer("logprobs", self.logprobs, low=0, high=MAX_TOP_LOGPROBS)
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(
                 f"logit_bias ({reprlib.repr(self.logit_bias)}) must map token ids to numbers", param="logit_bias"
@@ -184,7 +186,7 @@ def _check_number(name: str, value: float, *, low: float, high: float = math.inf
 
 
 def _check_integer(name: str, value: int | None, *, low: int, high: int | None = None) -> None:
-    if value is None and name in ("seed", "max_tokens", "num_draft_tokens", "logprobs"):
+    if value is None and name in ("seed", "max_tokens", "num_draft_tokens", "logprobs", "prompt_logprobs"):
         return
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < low or (high is not None and value > high):  # type: ignore[operator]
@@ -251,11 +253,12 @@ class SpeculationStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """How likely the target found a token that came out, before anything the request asks for was applied."""
+    """How likely the target found a token, before anything the request asks for was applied."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs, in descending order
+    rank: int | None = None  # 1 is the likeliest; counted for tokens of prompts alone
 
 
 @dataclass(kw_only=True)
@@ -266,6 +269,7 @@ class RequestOutput:
     text: str = ""  # new text since the last output
     token_ids: list[int] = field(default_factory=list)  # new tokens since the last output
     logprobs: list[TokenLogprobs] | None = None  # of these tokens, where the request asks for them
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first; told once
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # set with FinishReason.ERROR

@@ -64,10 +64,12 @@ class ToyRunner:
         self.pool = np.full(num_pages * page_size, -1, dtype=np.int64)
         self.num_passes = 0
         self.rows_per_pass: list[list[BatchRow]] = []
+        self.contexts: list[tuple[int, ...]] = []  # of each token of the last pass
 
     def execute(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         self.num_passes += 1
         self.rows_per_pass.append(list(rows))
+        self.contexts = []
         logits = []
         for row in rows:
             end = row.start_position + len(row.token_ids)
@@ -78,8 +80,12 @@ class ToyRunner:
                 self.pool[slot] = token_id
             context = tuple(int(t) for t in self.pool[slots])
             assert min(context) >= 0, "a slot is read that was never written"
+            self.contexts += [context[: row.start_position + k + 1] for k in range(len(row.token_ids))]
             logits += [self.rule(context[: end - row.num_logits + 1 + k]) for k in range(row.num_logits)]
         return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, self.vocab_size)
+
+    def logits_of(self, token_indices: Sequence[int]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([self.rule(self.contexts[i]) for i in token_indices]))
 
 
 class FunctionProposer(Proposer):
@@ -236,6 +242,7 @@ class Transcript:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -245,6 +252,9 @@ class Transcript:
         assert self.finish_reason is None, f"output after the end: {output}"
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None, "told twice"
+            self.prompt_logprobs = output.prompt_logprobs
         self.text += output.text
         self.finish_reason, self.stop_reason, self.last = output.finish_reason, output.stop_reason, output
         assert output.num_output_tokens == len(self.token_ids)

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from dspark.batch import BatchRow
 from dspark.config import EngineConfig
 from dspark.engine.compute_thread import ComputeThread
 from dspark.engine.drafting import Drafting
@@ -17,10 +16,12 @@ from dspark.engine.guard import FaultLimits, Part
 from dspark.engine.output import OutputProcessor
 from dspark.engine.pace import StepSize
 from dspark.engine.page_allocator import PageAllocator
+from dspark.engine.prompt_scoring import score_prompts
 from dspark.engine.request_check import check_request
 from dspark.engine.runner import TargetRunner
 from dspark.engine.scheduler import ScheduledRow, Scheduler, verify_all
 from dspark.engine.sequence import Sequence, request_seed
+from dspark.engine.step_rows import batch_row, sampled_rows, verification_row
 from dspark.errors import RequestError
 from dspark.metrics import STEP_PHASES, EngineMetrics
 from dspark.models.tokenizer import GenerationDefaults, Tokenizer
@@ -28,7 +29,7 @@ from dspark.request import FinishReason, Request, RequestOutput
 from dspark.speculation.logit_processing import logit_processor
 from dspark.speculation.planner import Planner
 from dspark.speculation.proposal import NO_DRAFT, Draft, Proposer
-from dspark.speculation.verification import VerificationResult, VerificationRow, verify_batch
+from dspark.speculation.verification import VerificationResult, verify_batch
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class Engine:
             masked_token_ids=output.end_token_ids,
             seed=request_seed(request),
             logit_processor=logit_processor(sampling, prompt_token_ids=request.prompt_token_ids),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [],
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
@@ -185,10 +187,13 @@ class Engine:
 
     def _run(self, rows: list[ScheduledRow]) -> None:
         rows, results = self._verified(rows)
-        judged = zip(_sampled(rows), results, strict=True)
+        if any(row.sequence.num_unscored for row in rows):
+            with self._timed("score"):
+                self.compute.run(lambda: score_prompts(rows, self.runner))
+        judged = zip(sampled_rows(rows), results, strict=True)
         num_emitted = [len(result.token_ids) for row, result in judged if row.is_round]
         size = StepSize().plus((r.sequence.num_computed, r.num_tokens + len(r.draft.token_ids)) for r in rows)
-        sampled = _sampled(rows)
+        sampled = sampled_rows(rows)
         if self.drafting is not None:
             with self._timed("features"):
                 self.drafting.take_features(rows, results, self.runner, self._phase_s["forward"])
@@ -200,6 +205,8 @@ class Engine:
             for row in rows:
                 if row.sequence.page_ids:  # ended sequences registered theirs before giving them back
                     row.sequence.register_pages(self.allocator)
+                if row.sequence.num_uncomputed == 0:  # no token was wanted, the prompt was to be scored
+                    self._end_early(row.sequence, FinishReason.LENGTH, row.sequence.error)
         if self.drafting is not None:
             with self._timed("draft"):
                 decoding = [sequence for sequence in self.scheduler.running if sequence.is_decoding]
@@ -227,8 +234,8 @@ class Engine:
 
     def _forward(self, rows: list[ScheduledRow]) -> list[VerificationResult]:
         with self._timed("forward"):
-            logits = self.runner.execute([_batch_row(row) for row in rows])
-        sampled = [_verification_row(row) for row in _sampled(rows)]
+            logits = self.runner.execute([batch_row(row) for row in rows])
+        sampled = [verification_row(row) for row in sampled_rows(rows)]
         with self._timed("verify"):
             return verify_batch(logits, sampled) if sampled else []
 
@@ -236,9 +243,9 @@ class Engine:
         """Append what verification let through, up to where the request ends, and report it."""
         sequence = row.sequence
         sequence.draft = NO_DRAFT
-        if result.error is not None:
-            logger.error("request %s: %s", sequence.request_id, result.error)
-            self._end_early(sequence, FinishReason.ERROR, result.error)
+        error = result.error or sequence.error
+        if error is not None:
+            self._end_early(sequence, FinishReason.ERROR, error)
             return
         assert 1 <= len(result.token_ids) <= len(row.draft.token_ids) + 1, (result, row.draft.token_ids)
         appended = sequence.output.append(result.token_ids)
@@ -292,7 +299,8 @@ class Engine:
         planner = self.planner
         if planner is None:
             return
-        target_s, step_s = phases["forward"] + phases["features"], sum(phases.values())
+        # Scoring prompts is foreseen by nobody, and says nothing of the steps to come.
+        target_s, step_s = phases["forward"] + phases["features"], sum(phases.values()) - phases["score"]
 
         def observe() -> None:
             if num_emitted and planner.predicted_step_s > 0.0:
@@ -314,6 +322,9 @@ class Engine:
     # -- ends ----------------------------------------------------------------------------------------------
 
     def _end_early(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        if error is not None:
+            logger.error("request %s: %s", sequence.request_id, error)
+            reason = FinishReason.ERROR
         output = sequence.make_output()
         output.text, output.finish_reason, output.error = sequence.output.flush(), reason, error
         self._pending_outputs.append(output)
@@ -363,32 +374,3 @@ class Engine:
             yield
         finally:
             self._phase_s[phase] += time.perf_counter() - start
-
-
-def _sampled(rows: list[ScheduledRow]) -> list[ScheduledRow]:
-    return [row for row in rows if row.is_sampled]
-
-
-def _batch_row(row: ScheduledRow) -> BatchRow:
-    sequence = row.sequence
-    start = sequence.num_computed
-    return BatchRow(
-        token_ids=sequence.token_ids[start : start + row.num_tokens] + row.draft.token_ids,
-        start_position=start,
-        page_ids=sequence.page_ids,
-        num_logits=1 + len(row.draft.token_ids) if row.is_sampled else 0,
-    )
-
-
-def _verification_row(row: ScheduledRow) -> VerificationRow:
-    sequence = row.sequence
-    return VerificationRow(
-        draft=row.draft,
-        sampling=sequence.request.sampling,
-        seed=sequence.seed,
-        method=sequence.verification,
-        anchor_position=len(sequence.token_ids) - 1,
-        min_tokens_left=max(0, sequence.request.sampling.min_tokens - sequence.num_output_tokens),
-        masked_token_ids=sequence.masked_token_ids,
-        logit_processor=sequence.logit_processor,
-    )

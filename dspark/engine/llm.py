@@ -40,6 +40,7 @@ class Completion:
     num_cached_tokens: int  # prompt tokens whose KV was reused
     speculation: SpeculationStats
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, where the request asks for them
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of `prompt_token_ids`, None for the first
     ttft_s: float  # from the call of `generate` to the first token, waiting included
     latency_s: float  # to the last token
 
@@ -185,6 +186,7 @@ class _Gathered:
     text: str = ""
     token_ids: list[int] | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     last: RequestOutput | None = None
     ttft_s: float = 0.0
     latency_s: float = 0.0
@@ -196,6 +198,8 @@ class _Gathered:
         self.token_ids += output.token_ids
         if output.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *output.logprobs]
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         self.last, self.latency_s = output, elapsed_s
 
     def completion(self) -> Completion:
@@ -213,6 +217,7 @@ class _Gathered:
             num_cached_tokens=last.num_cached_tokens,
             speculation=last.speculation,
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             ttft_s=self.ttft_s,
             latency_s=self.latency_s,
         )

@@ -46,7 +46,7 @@ class OutputProcessor:
         eos_token_ids: Collection[int],
         max_output_tokens: int,  # the smaller of max_tokens and what the context leaves
     ) -> None:
-        assert max_output_tokens >= 1, max_output_tokens
+        assert max_output_tokens >= 0, max_output_tokens
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._max_tokens = max_output_tokens

@@ -23,10 +23,10 @@ def check_request(
     prompt, sampling = request.prompt_token_ids, request.sampling
     if not len(prompt):
         raise RequestError("prompt is empty; give at least one token", param="prompt")
-    if len(prompt) >= max_model_len:
+    if len(prompt) + (sampling.max_tokens != 0) > max_model_len:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens, but the context holds {max_model_len} and at least one must be left "
-            "for the answer; shorten the prompt",
+            "for the answer, if any is wanted; shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
         )

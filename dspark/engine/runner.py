@@ -22,6 +22,10 @@ class TargetRunner(Protocol):
         """Return logits [N, V] float32 of the last `num_logits` tokens of each row, in order."""
         ...
 
+    def logits_of(self, token_indices: Sequence[int]) -> Tensor:
+        """Return logits [N, V] float32 of tokens of the rows executed last, by their index in the flattened batch."""
+        ...
+
     def committed_features(self, num_committed: Sequence[int]) -> CommittedFeatures:
         """Return what the layers the proposer wants gave for the first `num_committed[r]` tokens of each row r.
 
@@ -38,6 +42,7 @@ class Runner:
         self._tapped_layers = tuple(tapped_layers)
         self._batch: ForwardBatch | None = None
         self._taps: Tensor | None = None  # [T, m * D]
+        self._hidden: Tensor | None = None  # [T, D]
         self._new_page_ids = torch.empty(0, dtype=torch.int64)
         self._page_size = page_size
         self._kv_cache = KVCache(
@@ -51,9 +56,17 @@ class Runner:
         self._kv_cache.clear(self._new_page_ids)
         batch = build_forward_batch(rows, page_size=self._page_size, device=self.decoder.device)
         hidden, taps = self.decoder(batch, self._kv_cache, tapped_layers=self._tapped_layers)
+        self._hidden = hidden
         if taps is not None:
             self._batch, self._taps = batch, taps
         return self.decoder.compute_logits(hidden.index_select(0, batch.logits_indices))
+
+    @torch.inference_mode()
+    def logits_of(self, token_indices: Sequence[int]) -> Tensor:
+        """Return logits [N, V] float32 of tokens of the rows executed last, by their index in the flattened batch."""
+        assert self._hidden is not None, "nothing was executed yet"
+        indices = torch.tensor(token_indices, dtype=torch.int64, device=self._hidden.device)
+        return self.decoder.compute_logits(self._hidden.index_select(0, indices))
 
     def committed_features(self, num_committed: Sequence[int]) -> CommittedFeatures:
         """Return the tapped layers' outputs of the first `num_committed[r]` tokens of each row r executed last."""

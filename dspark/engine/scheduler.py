@@ -35,8 +35,8 @@ class ScheduledRow:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the row reaches the last committed token, so that new tokens come out."""
-        return self.num_tokens == self.sequence.num_uncomputed
+        """Whether the row reaches the last committed token, so that new tokens come out, if any are wanted."""
+        return self.num_tokens == self.sequence.num_uncomputed and self.sequence.request.sampling.max_tokens != 0
 
     @property
     def is_round(self) -> bool:
@@ -225,8 +225,7 @@ class Scheduler:
         """
         allocator = self._allocator
         num_tokens = len(sequence.token_ids)
-        # The last token is computed in any case: its logits are what the request waits for.
-        hashes = sequence.hashes((num_tokens - 1) // allocator.page_size, allocator.page_size)
+        hashes = sequence.hashes(sequence.num_cacheable_tokens // allocator.page_size, allocator.page_size)
         hits = allocator.acquire_prefix(hashes) if allocator.prefix_caching else []
         sequence.adopt_pages(hits, allocator)
         num_missing = -(-num_tokens // allocator.page_size) - len(hits)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dspark.engine.output import OutputProcessor
 from dspark.engine.page_allocator import ROOT_HASH, PageAllocator, page_hash
-from dspark.request import Request, RequestOutput, SpeculationStats
+from dspark.request import Request, RequestOutput, SpeculationStats, TokenLogprobs
 from dspark.speculation.proposal import NO_DRAFT, Draft
 
 if TYPE_CHECKING:  # policy runs without torch
@@ -40,6 +40,8 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     was_admitted: bool = False
     shares_pages: bool = True  # False: its drafter's context has a gap, which no other request may inherit
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of token_ids[1:], so far; None: not wanted, or told already
+    error: str | None = None  # why the request cannot go on; it ends with its next output
     first_token_time: float | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
@@ -63,6 +65,19 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_uncomputed == 1 and self.num_output_tokens > 0
+
+    @property
+    def num_unscored(self) -> int:
+        """Prompt tokens whose log-probabilities are wanted and not there yet."""
+        return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Leading tokens that may come from the prefix cache: those whose logits are not waited for."""
+        if self.num_unscored:
+            assert self.prompt_logprobs is not None
+            return len(self.prompt_logprobs)  # the next prompt token is scored by the logits of the one before it
+        return len(self.token_ids) - 1
 
     def commit(self, token_ids: list[int]) -> None:
         """Append tokens that are decided."""
@@ -120,9 +135,16 @@ class Sequence:
         self.draft = NO_DRAFT
 
     def make_output(self) -> RequestOutput:
-        """Return an output with the counts as they stand and no new tokens."""
+        """Return an output with the counts as they stand and no new tokens.
+
+        The first one after all of the prompt was scored takes its log-probabilities along.
+        """
+        prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if self.prompt_logprobs is not None and not self.num_unscored and self.error is None:
+            prompt_logprobs, self.prompt_logprobs = [None, *self.prompt_logprobs], None
         return RequestOutput(
             request_id=self.request_id,
+            prompt_logprobs=prompt_logprobs,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,

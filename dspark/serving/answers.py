@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspark.engine.detokenizer import HasBackend
 from dspark.request import Request, RequestOutput, SpeculationStats, TokenLogprobs
 from dspark.serving.chat_deltas import delta, message
 from dspark.serving.chat_dialect import AnswerReader, ChatPart
-from dspark.serving.logprobs import LogprobsWriter
+from dspark.serving.logprobs import HasSpecialTokens, LogprobsWriter, prompt_logprobs_fields
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest
 from dspark.serving.reasoning import Content
 from dspark.serving.speculation_stats import speculation_fields
@@ -32,12 +31,13 @@ class _Choice:
 
     index: int
     prompt_token_ids: Sequence[int]
-    echo: str  # comes before its text
+    echo: str | None  # comes before its text
     reader: AnswerReader | None = None  # None: the text is the content
     texts: list[str] = field(default_factory=list)
     parts: list[ChatPart] = field(default_factory=list)  # of a chat whose text is read
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     logprobs_writer: LogprobsWriter
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -59,11 +59,12 @@ class Answer:
         requests: Sequence[Request],
         *,
         answer_id: str,
-        tokenizer: HasBackend,
+        tokenizer: HasSpecialTokens,
         echoes: Sequence[str] = (),
         readers: Sequence[AnswerReader | None] = (),
     ) -> None:
         self._call = call
+        self._tokenizer = tokenizer
         self._is_chat = isinstance(call, ChatCompletionRequest)
         self._id = answer_id
         self._created = int(time.time())
@@ -71,9 +72,14 @@ class Answer:
             request.request_id: _Choice(
                 index=index,
                 prompt_token_ids=request.prompt_token_ids,
-                echo=echoes[index] if echoes else "",
+                echo=echoes[index] if echoes else None,
                 reader=readers[index] if readers else None,
-                logprobs_writer=LogprobsWriter(tokenizer, is_chat=self._is_chat),
+                logprobs_writer=LogprobsWriter(
+                    tokenizer,
+                    is_chat=self._is_chat,
+                    echo=echoes[index] if echoes else "",
+                    skips_special_tokens=call.skip_special_tokens,
+                ),
             )
             for index, request in enumerate(requests)
         }
@@ -84,6 +90,7 @@ class Answer:
         choice.texts.append(output.text)
         choice.token_ids.extend(output.token_ids)
         choice.logprobs.extend(output.logprobs or ())
+        choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
         choice.num_cached_tokens, choice.speculation = output.num_cached_tokens, output.speculation
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         if choice.reader is None:
@@ -97,20 +104,23 @@ class Answer:
         """Return the whole answer."""
         choices = []
         for choice in self._choices.values():
-            text = choice.echo + "".join(choice.texts)
+            text = (choice.echo or "") + "".join(choice.texts)
             parts = [Content(text)] if choice.reader is None else choice.parts
             content = {"message": message(parts)} if self._is_chat else {"text": text}
             fields = self._choice_fields(choice, content, choice.token_ids, choice.logprobs, has_prompt=True)
             choices.append(fields)
         name = "chat.completion" if self._is_chat else "text_completion"
-        return to_json({**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()})
+        body = {**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()}
+        if self._is_chat:  # the choices of a chat share its prompt
+            body |= self._prompt_logprobs(next(iter(self._choices.values())))
+        return to_json(body)
 
     def events(self, output: RequestOutput) -> Iterator[bytes]:
         """Take in one output and return its events, one for each part; none when it has nothing that was asked for."""
         choice = self._choices[output.request_id]
         parts: Sequence[ChatPart | None] = self.add(output)
         wants_tokens = self._call.return_token_ids or self._call.has_continuous_usage or output.logprobs is not None
-        has_tokens = output.token_ids and wants_tokens
+        has_tokens = (output.token_ids and wants_tokens) or output.prompt_logprobs is not None
         if not parts and (has_tokens or output.finish_reason is not None):
             parts = [Content("") if choice.reader is None else None]
         for index, part in enumerate(parts):
@@ -137,12 +147,14 @@ class Answer:
             role = {"role": "assistant"} if begins else {}
             content: dict[str, Any] = {"delta": {**role, **({} if part is None else delta(part))}}
         else:
-            content = {"text": choice.echo + output.text if begins else output.text}
+            content = {"text": (choice.echo or "") + output.text if begins else output.text}
         token_ids, logprobs = (output.token_ids, output.logprobs or ()) if is_first else ((), ())
         fields = self._choice_fields(choice, content, token_ids, logprobs, has_prompt=begins)
         if not is_last:
             fields |= {"finish_reason": None, "stop_reason": None}
         chunk = {**self._head(self._chunk_name), "choices": [fields]}
+        if self._is_chat and begins and choice.index == 0:
+            chunk |= self._prompt_logprobs(choice)
         if self._call.has_continuous_usage:
             chunk["usage"] = self._usage()
         elif self._call.includes_usage:
@@ -161,11 +173,10 @@ class Answer:
         *,
         has_prompt: bool,
     ) -> dict[str, Any]:
-        has_logprobs = self._call.num_top_logprobs is not None
         fields = {
             "index": choice.index,
             **content,
-            "logprobs": choice.logprobs_writer.write(logprobs) if has_logprobs else None,
+            "logprobs": self._logprobs(choice, logprobs, has_prompt=has_prompt),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -173,7 +184,27 @@ class Answer:
             fields["token_ids"] = list(token_ids)
             if has_prompt:
                 fields["prompt_token_ids"] = list(choice.prompt_token_ids)
+        if has_prompt and not self._is_chat:
+            fields |= self._prompt_logprobs(choice)
         return fields
+
+    def _logprobs(
+        self, choice: _Choice, logprobs: Sequence[TokenLogprobs], *, has_prompt: bool
+    ) -> dict[str, Any] | None:
+        num_top = self._call.num_top_logprobs
+        if num_top is None:
+            return None
+        fields = choice.logprobs_writer.write(logprobs)
+        if not has_prompt or choice.echo is None or choice.prompt_logprobs is None:  # None: aborted before
+            return fields
+        echoed = choice.logprobs_writer.write_echo(choice.prompt_token_ids, choice.prompt_logprobs, num_top)
+        return {name: echoed[name] + values for name, values in fields.items()}
+
+    def _prompt_logprobs(self, choice: _Choice) -> dict[str, Any]:
+        num_top, entries = self._call.prompt_logprobs, choice.prompt_logprobs
+        if num_top is None or entries is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs_fields(self._tokenizer, entries, num_top)}
 
     def _metrics(self) -> dict[str, Any]:
         """Return how drafting went in all choices together, for a call that wants to know."""

@@ -11,6 +11,7 @@ import reprlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -218,7 +219,7 @@ class _Api:
         """Return the prompt's text for each choice of a call that wants it back, else nothing."""
         if isinstance(call, ChatCompletionRequest) or not call.echo:
             return []
-        decode = self._engine.tokenizer.decode
+        decode = partial(self._engine.tokenizer.decode, skip_special_tokens=call.skip_special_tokens)
         texts = [
             prompt if isinstance(prompt, str) else decode(ids) for prompt, ids in zip(call.prompt, prompts, strict=True)
         ]

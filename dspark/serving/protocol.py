@@ -148,6 +148,7 @@ class _GenerationRequest(_Model):
     bad_token_ids: Annotated[list[int], _or_default([])] = []
     bad_words: Annotated[list[str], PlainValidator(_bad_words)] = []
     allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None  # log-probabilities of the prompt with so many of the likeliest tokens
     seed: int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
     stop_token_ids: Annotated[list[int], _or_default([])] = []
@@ -181,6 +182,11 @@ class _GenerationRequest(_Model):
         raise NotImplementedError
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the likeliest tokens go with every prompt token's own log-probability; None: none are wanted."""
+        return self.prompt_logprobs
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -207,6 +213,7 @@ class _GenerationRequest(_Model):
             "max_tokens": default_max_tokens if self.token_limit is None else self.token_limit,
             "num_draft_tokens": self.speculation.num_draft_tokens if self.speculation else None,
             "logprobs": self.num_top_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs,
             "bad_token_sequences": bad_token_sequences,
             "kept_token_ids": kept_token_ids,
         }
@@ -237,19 +244,22 @@ class CompletionRequest(_GenerationRequest):
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: int | None = None  # how many of the likeliest tokens to list
-    echo: Annotated[bool, _or_default(False)] = False  # the prompt begins the text
+    echo: Annotated[bool, _or_default(False)] = False  # the prompt begins the text and the log-probabilities
 
     @property
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs]
+        if self.echo:
+            # Nothing but the prompt is asked for where no token is wanted: it is scored whether that is shown or not.
+            wanted += [self.logprobs, 0 if self.max_tokens == 0 else None]
+        return max((num for num in wanted if num is not None), default=None)
+
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo with logprobs is not supported, for the prompt has no log-probabilities; leave one of them out",
-                param="echo",
-            )
         if len(self.prompt) * self.n > MAX_SEQUENCES:
             raise RequestError(
                 f"{len(self.prompt)} prompts with n {self.n} are more than {MAX_SEQUENCES} completions; send fewer",

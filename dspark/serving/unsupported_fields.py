@@ -11,7 +11,6 @@ from dspark.errors import RequestError
 # Values that ask for nothing, by unsupported field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1),
-    "prompt_logprobs": (None,),
     "use_beam_search": (None, False),
     "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),
@@ -41,6 +40,11 @@ NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "chat_template": (None,),
     "documents": (None, []),
+    "moderation": (None,),
+    "prompt_cache_key": (None,),
+    "prompt_cache_options": (None,),
+    "prompt_cache_retention": (None,),
+    "safety_identifier": (None,),
 }
 
 # What clients send back when they repeat an assistant's message.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from byte_engines import byte_engine
 from byte_tokenizers import EOS_ID, byte_fallback_backend, byte_level_tokenizer
 from fake_engine import FakeEngine, says
 from sse import events
@@ -82,9 +83,9 @@ def test_choices_of_one_call_keep_counts_of_their_own(app: Any, plain_app: Any) 
         ({"allowed_token_ids": [99]}, "allowed_token_ids"),
         ({"bad_token_ids": list(range(16))}, "bad_token_ids"),
         ({"logprobs": 21}, "logprobs"),
-        ({"echo": True, "logprobs": 0}, "echo"),
         ({"best_of": 2}, "best_of"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"use_beam_search": True}, "use_beam_search"),
     ],
 )
@@ -102,6 +103,18 @@ def test_user_and_neutral_values_change_nothing(app: Any) -> None:
         "logit_bias": {}, "bad_token_ids": [], "allowed_token_ids": None, "logprobs": None, "echo": False,
     }  # fmt: skip
     assert app.complete(**body, **neutral).json()["choices"] == app.complete(**body).json()["choices"]
+
+
+def test_sampling_defaults_are_the_models_and_give_way_to_the_request(open_app: Callable[..., Any]) -> None:
+    defaults = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.7}
+    app, plain_app = open_app(byte_engine("ngram", **defaults)), open_app(byte_engine("plain"))
+    body = {"max_tokens": 12, "seed": 3}
+    answers = [app.complete(**body, **own).json()["choices"][0]["text"] for own in ({}, {"temperature": 0, "top_k": 1})]
+    assert answers == [
+        plain_app.complete(**body, **{**defaults, **own}).json()["choices"][0]["text"]
+        for own in ({}, {"temperature": 0, "top_k": 1})
+    ]
+    assert answers[0] != plain_app.complete(**body).json()["choices"][0]["text"]
 
 
 def test_bad_words_are_banned_in_both_spellings_and_across_blocks(open_app: Callable[..., Any]) -> None:

@@ -150,6 +150,8 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         ("allowed_token_ids", 3),
         ("logprobs", 21),
         ("logprobs", -1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", "1"),
         ("logprobs", True),
         ("echo", "yes"),
     ],
@@ -204,7 +206,6 @@ def test_null_means_the_default(kind: Any) -> None:
     ("name", "neutral", "value"),
     [
         ("use_beam_search", False, 0),
-        ("prompt_logprobs", None, 1),
         ("best_of", 1, 2),
         ("suffix", "", "end"),
         ("response_format", {"type": "text"}, {"type": "json_object"}),
@@ -227,6 +228,9 @@ def test_unsupported_field_passes_only_when_it_asks_for_nothing(name: str, neutr
         ("function_call", "none", {"name": "f"}),
         ("response_format", {"type": "text"}, {"type": "json_schema"}),
         ("modalities", ["text"], ["audio"]),
+        ("prompt_cache_key", None, "k"),
+        ("safety_identifier", None, "ann"),
+        ("truncate_prompt_tokens", None, 5),
     ],
 )
 def test_unsupported_chat_field_passes_only_when_it_asks_for_nothing(name: str, neutral: Any, value: Any) -> None:
@@ -245,10 +249,23 @@ def test_top_logprobs_need_logprobs() -> None:
     assert refusal(chat, logprobs=2).param == "logprobs"
 
 
-def test_echo_with_logprobs_is_refused() -> None:
-    error = refusal(echo=True, logprobs=1)
-    assert error.param == "echo"
-    assert "echo with logprobs is not supported" in str(error)
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
+    """F3: as many as for the answer, or as `prompt_logprobs` says; where no token is wanted the prompt is scored."""
+    wanted = [
+        completion(**fields).sampling_params(NO_DEFAULTS).prompt_logprobs
+        for fields in (
+            {"echo": True, "logprobs": 2},
+            {"echo": True, "logprobs": 2, "prompt_logprobs": 4},
+            {"prompt_logprobs": 0},
+            {"echo": True, "max_tokens": 0},
+            {"echo": True},
+            {"logprobs": 2},
+        )
+    ]
+    assert wanted == [2, 4, 0, 0, None, None]
+    assert chat(prompt_logprobs=3, max_tokens=0).sampling_params(NO_DEFAULTS).prompt_logprobs == 3
+    assert refusal(chat, max_completion_tokens=0).param == "max_completion_tokens"
+    assert refusal(echo=True, logprobs=21).param == "logprobs"
 
 
 def test_too_many_completions_in_one_call_are_refused() -> None:
