@@ -221,7 +221,7 @@ def test_a_dspark_drafter_that_loses_features_drafts_only_where_its_context_is_w
         transcripts = run_requests(engine, requests)
         assert [transcripts[request.request_id].token_ids for request in requests] == tiny_texts
 
-    assert sum(proposer.num_faults.values()) > 2
+    assert sum(proposer.num_faults.values()) >= 2
     assert engine.drafting.state == "on"
     assert sample(engine, "vllm:spec_decode_num_accepted_tokens_total") > 0
     assert assert_drafts_are_fresh(inner) > 20
