@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from dspark.engine.output import OutputProcessor
+from dspark.engine.output import AppendResult, OutputProcessor
 from dspark.engine.page_allocator import ROOT_HASH, PageAllocator, page_hash
 from dspark.request import Request, RequestOutput, SpeculationStats
 from dspark.speculation.proposal import NO_DRAFT, Draft
@@ -63,6 +63,14 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_uncomputed == 1 and self.num_output_tokens > 0
+
+    def take(self, token_ids: list[int]) -> AppendResult:
+        """Show the output what verification let through, up to where the structure is complete if it has one."""
+        structure = None if self.logit_processor is None else self.logit_processor.structure
+        if structure is None:
+            return self.output.append(token_ids)
+        kept = token_ids[: structure.num_allowed(token_ids)]  # all of them, unless the structure is complete before
+        return self.output.append(kept, completes_structure=structure.is_complete(kept))
 
     def commit(self, token_ids: list[int]) -> None:
         """Append tokens that are decided."""
