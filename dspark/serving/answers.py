@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.engine.detokenizer import HasBackend
+from dspark.errors import RequestError
 from dspark.request import FinishReason, Request, RequestOutput, SpeculationStats, TokenLogprobs
 from dspark.serving.logprobs import LogprobsWriter
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest
@@ -105,6 +106,13 @@ class Answer:
         if last:
             yield to_event({**self._head(self._chunk_name), "choices": [], **last})
         yield DONE_EVENT
+
+    def error_fields(self, failure: Exception) -> dict[str, Any]:
+        """Return what ends a stream that failed, by the request's own fault or not."""
+        if not isinstance(failure, RequestError):
+            return error_fields(str(failure), status=500)
+        error = self._call.in_wire_names(failure)
+        return error_fields(str(error), status=error.status, param=error.param, code=error.code)
 
     @property
     def _chunk_name(self) -> str:
