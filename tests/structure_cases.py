@@ -27,7 +27,9 @@ class SpellingTokenizer:
         self.vocab_size = len(words)
         # As byte-level tokenizers spell ASCII: white space is moved, the rest is itself.
         spelled = [word.replace(" ", "Ġ").replace("\n", "Ċ") for word in words]
-        self.backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(spelled)}, merges=[]))
+        # Splits a text into any of the words, the longest preferred: forced text is masked to the tokens of its split.
+        pieces = [*((word, -1.0 - 1.0 / len(word)) for word in spelled), ("unknown", -99.0)]
+        self.backend = Tokenizer(models.Unigram(pieces, unk_id=len(words)))
         self.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         self.backend.decoder = decoders.ByteLevel()
         special = [word for word in words if len(word) > 2 and word.startswith("<") and word.endswith(">")]

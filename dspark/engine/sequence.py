@@ -69,8 +69,10 @@ class Sequence:
         structure = None if self.logit_processor is None else self.logit_processor.structure
         if structure is None:
             return self.output.append(token_ids)
-        kept = token_ids[: structure.num_allowed(token_ids)]  # all of them, unless the structure is complete before
-        return self.output.append(kept, completes_structure=structure.is_complete(kept))
+        kept = token_ids[: structure.num_allowed(token_ids)]
+        is_complete = structure.is_complete(kept)
+        assert is_complete or len(kept) == len(token_ids), (kept, token_ids)
+        return self.output.append(kept, completes_structure=is_complete)
 
     def commit(self, token_ids: list[int]) -> None:
         """Append tokens that are decided."""

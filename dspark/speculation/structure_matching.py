@@ -55,11 +55,8 @@ class StructureCompiler:
         """Raise `RequestError` when a structure cannot be compiled or no text has it."""
         start = _Begun(self._vocabulary, self._beginning(structure), may_end=True)
         if start.is_complete or not start.allowed.any():
-            raise RequestError(
-                "structure leaves no token that could come out: this model can write no text of it but perhaps the "
-                "empty one; correct it",
-                param="structure",
-            )
+            message = start.error or "this model can write no text of it but perhaps the empty one"
+            raise RequestError(f"structure leaves no token that could come out: {message}; correct it", param="structure")
 
     def matcher_for(self, sampling: SamplingParams) -> StructureMatcher | None:
         """Return what follows one request from the beginning of its answer; None where it asks for no structure.
@@ -107,8 +104,13 @@ class StructureCompiler:
 
 
 def _not_compiled(structure: Structure, message: str) -> RequestError:
-    shown = message.removesuffix("<non-verbose/>").strip()[:MAX_SHOWN_ERROR]
-    return RequestError(f"structure cannot be compiled ({structure.kind}): {shown}; correct it", param="structure")
+    return RequestError(
+        f"structure cannot be compiled ({structure.kind}): {_shown(message)}; correct it", param="structure"
+    )
+
+
+def _shown(message: str) -> str:
+    return message.removesuffix("<non-verbose/>").strip()[:MAX_SHOWN_ERROR]
 
 
 class StructureMatcher:
@@ -208,6 +210,12 @@ class _Begun(_Place):
             allowed[self.vocabulary.end_ids] = False
         return allowed
 
+    @property
+    def error(self) -> str:
+        """Which limit was reached here, as the library says it; empty for none."""
+        message = _shown(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return "" if message == "NoExtensionBias" else message  # that is: no token leads on
+
     @cached_property
     def is_complete(self) -> bool:
         allowed = self.allowed
@@ -216,14 +224,17 @@ class _Begun(_Place):
         return np.count_nonzero(allowed) == np.count_nonzero(allowed[self.vocabulary.end_ids])
 
     def after(self, token_id: int) -> _Begun | None:
-        return self.after_tokens([token_id]) if self.allowed[token_id] else None
-
-    def after_tokens(self, token_ids: list[int]) -> _Begun | None:
-        """Return the place behind tokens; None if they may not come."""
-        matcher = self._matcher.deep_copy()  # some microseconds, and an error stays in it
-        if matcher.try_consume_tokens(token_ids) < len(token_ids) or matcher.is_error():
+        if not self.allowed[token_id]:
             return None
+        matcher = self._matcher.deep_copy()  # some microseconds; an error, after which nothing is allowed, stays in it
+        matcher.consume_token(token_id)
         return _Begun(self.vocabulary, matcher, may_end=self._may_end)
+
+    def after_text(self, text: bytes) -> _Begun | None:
+        """Return the place behind a text, whatever its tokens; None if it may not come."""
+        matcher = self._matcher.deep_copy()
+        is_allowed = matcher.consume_tokens(self.vocabulary.tokenizer.tokenize_bytes(text))
+        return _Begun(self.vocabulary, matcher, may_end=self._may_end) if is_allowed else None
 
 
 class _Awaited(_Place):
@@ -279,8 +290,7 @@ class _Marker:
 
         White space there does not count unless the structure begins with it. None where it is not how one begins.
         """
-        tokenize = self._begin.vocabulary.tokenizer.tokenize_bytes
-        places = (self._begin.after_tokens(tokenize(text)) for text in (rest, rest.lstrip()))
+        places = (self._begin.after_text(text) for text in (rest, rest.lstrip()))
         return next((place for place in places if place is not None), None)
 
 
