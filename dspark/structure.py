@@ -19,8 +19,8 @@ MAX_MARKER_LEN = 256  # characters
 class Structure:
     """The form of an answer's text, from its first character on or from right behind the first `after`.
 
-    Make it with `json_schema`, `json_object`, `regex`, `choice` or `grammar`. Whether it can be compiled is known to the
-    engine alone (`Engine.validate`). Raises `RequestError` naming `structure`.
+    Make it with `json_schema`, `json_object`, `regex`, `choice` or `grammar`. Whether it can be compiled the engine
+    alone knows (`Engine.validate`). Raises `RequestError` naming `structure`.
     """
 
     kind: StructureKind
@@ -34,7 +34,9 @@ class Structure:
         if not isinstance(self.text, str) or len(self.text) > MAX_STRUCTURE_LEN:
             raise _error(f"structure must be text of at most {MAX_STRUCTURE_LEN} characters; make it shorter")
         if self.after is not None and not 1 <= len(self.after) <= MAX_MARKER_LEN:
-            raise _error(f"what comes before a structure must end with 1 to {MAX_MARKER_LEN} characters ({self.after!r})")
+            raise _error(
+                f"what comes before a structure must end with 1 to {MAX_MARKER_LEN} characters ({self.after!r})"
+            )
         for text in (self.text, self.after or ""):
             try:
                 text.encode("utf-8")

@@ -14,7 +14,6 @@ from structure_cases import SpellingTokenizer, engine_over_words, matcher_of
 from toys import (
     FunctionProposer,
     Transcript,
-    greedy_continuation,
     hashed_rule,
     make_requests,
     perfect_proposer,
@@ -128,7 +127,9 @@ def test_the_structures_show(plain):
 def test_unseeded_greedy_requests_do_not_depend_on_the_verifier(verification):
     params = [SamplingParams(temperature=0, max_tokens=16, **fields) for fields in REQUESTS.values()]
     requests = make_requests(random_prompts(len(params), VOCAB, seed=4), params)
-    expected = {r.request_id: run_requests(engine_over_words(WORDS, RULE), [r])[r.request_id].token_ids for r in requests}
+    expected = {
+        r.request_id: run_requests(engine_over_words(WORDS, RULE), [r])[r.request_id].token_ids for r in requests
+    }
     proposer = soft_proposer(RULE, VOCAB)
     engine = engine_over_words(WORDS, RULE, proposer=proposer, verification=verification, num_pages=256)
     found = run_requests(engine, requests)
@@ -164,7 +165,8 @@ def test_a_dspark_drafter_changes_nothing_either(drafter):
     requests = make_requests(random_prompts(len(params), TINY_VOCAB, low=3, high=20, seed=3), params)
     tokenizer = SpellingTokenizer(words)
     expected = {
-        r.request_id: run_requests(engine_over(None, tokenizer=tokenizer), [r])[r.request_id].token_ids for r in requests
+        r.request_id: run_requests(engine_over(None, tokenizer=tokenizer), [r])[r.request_id].token_ids
+        for r in requests
     }
     proposer = RecordingProposer(stored_drafter(drafter))
     found = run_requests(engine_over(proposer, num_pages=128, tokenizer=tokenizer), requests)
@@ -188,9 +190,7 @@ def test_four_digits_come_out_of_a_target_that_prefers_letters(length, temperatu
 
     proposer = FunctionProposer(lambda c: [6, 0, 7, 8, 9, 10, 11][: c.num_draft_tokens])
     words = [*"abcdef", *"0123456789"]
-    engine = engine_over_words(
-        words, rule, proposer=proposer, num_draft_tokens=length, verification=verification
-    )
+    engine = engine_over_words(words, rule, proposer=proposer, num_draft_tokens=length, verification=verification)
     params = SamplingParams(temperature=temperature, max_tokens=20, structure=Structure.regex("[0-9]{4}"))
     for transcript in run_requests(engine, make_requests([[0], [1, 7], [2]], params)).values():
         assert re.fullmatch("[0-9]{4}", transcript.text)

@@ -34,8 +34,9 @@ class OutputProcessor:
 
     The end is the first token at which one of these holds, in this order: it is an end-of-sequence token; it is a
     stop token; it completes a stop string; it completes the structure that the text must have; it is the last one
-    allowed. Before `min_tokens` tokens exist only the last two apply. An end-of-sequence or stop token counts as a token but shows no text, and a stop string is cut
-    from the text, unless `include_stop_str_in_output`. Of several stop strings the one that is complete first wins.
+    allowed. Before `min_tokens` tokens exist only the last two apply. An end-of-sequence or stop token counts as a
+    token but shows no text, and a stop string is cut from the text, unless `include_stop_str_in_output`. Of several
+    stop strings the one that is complete first wins.
     """
 
     def __init__(

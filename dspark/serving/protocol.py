@@ -130,7 +130,7 @@ class SpeculationOptions(_Model):
     num_draft_tokens: int | None = None  # at most this many drafted tokens a round; 0 is plain decoding
 
 
-class _GenerationRequest(StructureFields):
+class _GenerationRequest(StructureFields, _Model):
     """The fields both endpoints share."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]]

@@ -52,7 +52,7 @@ class StructuredOutputs(_Model):
     @property
     def asked(self) -> list[str]:
         """The names of the fields that ask for something."""
-        values = {"json": self.json_, "json_object": self.json_object or None, "regex": self.regex}
+        values: dict[str, Any] = {"json": self.json_, "json_object": self.json_object or None, "regex": self.regex}
         values |= {"choice": self.choice, "grammar": self.grammar}
         return [name for name, value in values.items() if value is not None]
 

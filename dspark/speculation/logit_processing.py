@@ -22,8 +22,8 @@ class LogitProcessor:
 
     Order: repetition penalty (prompt and output), frequency and presence penalty (output alone), logit bias, then bans
     and the allowed tokens; of a bad sequence the last token is banned where the output ends with the ones before it.
-    Then, where the answer has a structure, all that does not lead on in it. All that is kept grows with the text, nothing
-    but masks of a structure with the vocabulary.
+    Then, where the answer has a structure, all that does not lead on in it is banned. All that is kept grows with the
+    text, nothing but masks of a structure with the vocabulary.
     """
 
     def __init__(

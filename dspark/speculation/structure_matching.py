@@ -22,8 +22,8 @@ from dspark.errors import RequestError, first_line
 from dspark.request import SamplingParams
 from dspark.structure import Structure
 
-# Compiled structures that are kept. A structure is compiled where its request is checked, in the thread of whoever sends
-# it; the engine's thread compiles it again only if so many others came in between.
+# Compiled structures that are kept. A structure is compiled where its request is checked, in the thread of whoever
+# sends it; the engine's thread compiles it again only if so many others came in between.
 MAX_COMPILED = 256
 # At the most about 20 ms for building a lexer, 10 ms for a mask and 100 MB of lexer states.
 LIMITS = LLParserLimits(
@@ -56,13 +56,15 @@ class StructureCompiler:
         start = _Begun(self._vocabulary, self._beginning(structure), may_end=True)
         if start.is_complete or not start.allowed.any():
             message = start.error or "this model can write no text of it but perhaps the empty one"
-            raise RequestError(f"structure leaves no token that could come out: {message}; correct it", param="structure")
+            raise RequestError(
+                f"structure leaves no token that could come out: {message}; correct it", param="structure"
+            )
 
     def matcher_for(self, sampling: SamplingParams) -> StructureMatcher | None:
         """Return what follows one request from the beginning of its answer; None where it asks for no structure.
 
-        With `ignore_eos` the answer goes on for as long as the structure allows. Raises `RequestError` when it cannot be
-        compiled.
+        With `ignore_eos` the answer goes on for as long as the structure allows. Raises `RequestError` when that
+        cannot be compiled.
         """
         structure = sampling.structure
         if structure is None:
@@ -139,9 +141,9 @@ class StructureMatcher:
             return None if place is None or place.is_complete else place.allowed
 
     def mask_(self, logits: Tensor, drafted: Sequence[int]) -> None:
-        """Write -inf over what may not come, in logits [R, V] of the last R positions of the committed text and `drafted`.
+        """Write -inf over what may not come, in logits [R, V] of the last R positions of the path.
 
-        The last row follows all of `drafted`. Rows where nothing is to follow stay as they are, for nothing that is
+        The path is the committed text, then `drafted`; the last row follows all of it. Rows where nothing is to follow stay as they are, for nothing that is
         drawn from them comes out.
         """
         num_rows = logits.shape[0]
@@ -265,7 +267,10 @@ class _Marker:
         self._allowed: dict[int, np.ndarray] = {}
 
     def allowed(self, num_seen: int) -> np.ndarray:
-        """Return what may follow its first bytes, [V] bool: not the end, nor it with what cannot begin the structure."""
+        """Return what may follow its first bytes, [V] bool.
+
+        Not the end of the answer, and no token that holds the marker's end and then what cannot begin the structure.
+        """
         allowed = self._allowed.get(num_seen)
         if allowed is None:
             vocabulary = self._begin.vocabulary
@@ -295,7 +300,7 @@ class _Marker:
 
 
 class _Vocabulary:
-    """A model's tokens as the library sees them. Raises `RequestError` for kinds of tokenizers that it does not know."""
+    """A model's tokens as the library sees them. Raises `RequestError` for tokenizers that it does not know."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self.vocab_size = vocab_size

@@ -9,9 +9,9 @@ def within_structure(draft: Draft, context: DraftContext) -> Draft:
     """Return the part of a draft that the target's answer to it depends on.
 
     Behind a token that completes the structure nothing comes. A forbidden token is dropped with all that follows, but
-    not where it was drawn from the drafter's distribution for a rule that judges by it (`rejection`, `block`): there it is
-    the last one kept. Dropping it would be a choice by its value, and the target would draw what takes its place from
-    its whole distribution, not from what that token leaves of it.
+    not where it was drawn from the drafter's distribution for a rule that judges by it (`rejection`, `block`): there
+    it is the last one kept. Dropping it would be a choice by its value: the target would draw what takes its place
+    from its whole distribution, not from what the drafter's leaves of it.
     """
     processor = context.logit_processor
     if processor is None or processor.structure is None or not draft.token_ids:

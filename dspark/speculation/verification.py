@@ -29,8 +29,8 @@ from dspark.speculation.token_logprobs import token_logprobs
 
 INVALID_LOGITS_ERROR = "the model returned logits without a finite maximum (NaN or infinity) for this request"
 DEAD_END_ERROR = (
-    "structure leaves no token that could come next: it is too complex to follow, or all that it allows here is banned or "
-    "not in the vocabulary; simplify it or allow more"
+    "structure leaves no token that could come next: it is too complex to follow, or all that it allows here is banned "
+    "or not in the vocabulary; simplify it or allow more"
 )
 
 
