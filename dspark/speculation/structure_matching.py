@@ -143,8 +143,8 @@ class StructureMatcher:
     def mask_(self, logits: Tensor, drafted: Sequence[int]) -> None:
         """Write -inf over what may not come, in logits [R, V] of the last R positions of the path.
 
-        The path is the committed text, then `drafted`; the last row follows all of it. Rows where nothing is to follow stay as they are, for nothing that is
-        drawn from them comes out.
+        The path is the committed text, then `drafted`; the last row follows all of it. Rows where nothing is to follow
+        stay as they are, for nothing that is drawn from them comes out.
         """
         num_rows = logits.shape[0]
         is_forbidden = np.zeros(tuple(logits.shape), dtype=np.bool_)

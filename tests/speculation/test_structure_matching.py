@@ -7,6 +7,8 @@ import threading
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLParserLimits
 from structure_cases import compiler_of, matcher_of
 from tokenizers import Tokenizer, models
@@ -17,6 +19,7 @@ from dspark.speculation.structure_matching import MAX_COMPILED, StructureCompile
 from dspark.structure import Structure
 
 WORDS = ["a", "b", "1", "ab", " ", "<tag>", "<end>"]
+COMPILER = compiler_of(WORDS)
 
 
 def words_after(matcher: StructureMatcher, *drafted: str, words: list[str] = WORDS) -> set[str] | None:
@@ -228,3 +231,31 @@ def test_a_matcher_may_be_asked_from_another_thread_while_the_text_goes_on():
     done.set()
     thread.join()
     assert failures == []
+
+
+SYMBOLS = st.text(alphabet='ab1|"(){}[]*+?.^$\\ \n:=/<>-,', max_size=30)
+SCHEMAS = st.dictionaries(
+    st.sampled_from(["type", "pattern", "enum", "anyOf", "items", "maxLength", "minItems", "$ref", "const", "format"]),
+    st.one_of(st.none(), st.integers(-3, 9), SYMBOLS, st.sampled_from(["string", "array", "#"]), st.lists(SYMBOLS)),
+    max_size=4,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.one_of(
+        SYMBOLS.map(Structure.regex),
+        SYMBOLS.map(lambda text: Structure.grammar(f"start: {text}")),
+        SYMBOLS.map(lambda text: Structure.grammar(f"root ::= {text}")),
+        SCHEMAS.map(Structure.json_schema),
+    )
+)
+def test_any_structure_is_refused_or_has_a_first_token(structure):
+    try:
+        COMPILER.check(structure)
+    except RequestError as error:
+        assert error.param == "structure"
+    else:
+        allowed = COMPILER.matcher_for(SamplingParams(structure=structure)).allowed()
+        assert allowed is not None
+        assert allowed.any()
