@@ -171,8 +171,16 @@ def test_a_dspark_drafter_changes_nothing_either(drafter):
     proposer = RecordingProposer(stored_drafter(drafter))
     found = run_requests(engine_over(proposer, num_pages=128, tokenizer=tokenizer), requests)
     assert {request_id: transcript.token_ids for request_id, transcript in found.items()} == expected
-    drafted = [recorded for recorded in proposer.recorded if recorded.context.sampling.structure is structures[0]]
-    assert any(recorded.draft.token_ids for recorded in drafted)
+    prompt_lens = {request.request_id: len(request.prompt_token_ids) for request in requests}
+    drafted = [r for r in proposer.recorded if r.context.sampling.structure is structures[0] and r.draft.token_ids]
+    assert drafted
+    if drafter == "deepspec_gated":  # which has every token that the structure may want
+        for recorded in drafted:
+            matcher = matcher_of(words, structures[0])
+            matcher.follow(recorded.token_ids[prompt_lens[recorded.context.request_id] :])
+            num_allowed = matcher.num_allowed(recorded.draft.token_ids)
+            is_complete = matcher.is_complete(recorded.draft.token_ids[:num_allowed])
+            assert is_complete or num_allowed == len(recorded.draft.token_ids)
 
 
 # -- cases ---------------------------------------------------------------------------------------------------------
