@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dspark.speculation.proposal import Draft, DraftContext
 
 
 def within_structure(draft: Draft, context: DraftContext) -> Draft:
-    """Return the part of a draft that the target's answer to it depends on.
+    """Return a draft of which nothing is verified that the structure keeps from coming out.
 
-    Behind a token that completes the structure nothing comes. A forbidden token is dropped with all that follows, but
-    not where it was drawn from the drafter's distribution for a rule that judges by it (`rejection`, `block`): there
-    it is the last one kept. Dropping it would be a choice by its value: the target would draw what takes its place
-    from its whole distribution, not from what the drafter's leaves of it.
+    That is what follows a token that completes it, and a forbidden token with all that follows. A token that was drawn
+    from the drafter's distribution for a rule that judges by that (`rejection`, `block`) must not be dropped for its
+    value, though: the target would draw what takes its place from its whole distribution, not from what the drafter's
+    leaves of it. So there a forbidden token is the last one kept. And how many are verified must be chosen as if
+    nothing was known of their values: such a draft keeps its length until then (`Draft.num_reachable`).
     """
     processor = context.logit_processor
-    if processor is None or processor.structure is None or not draft.token_ids:
+    if processor is None or processor.structure is None:
         return draft
     structure = processor.structure
-    length = structure.num_allowed(draft.token_ids)
-    is_judged_by_value = draft.probs is not None and not context.is_coupled and not context.sampling.is_greedy
-    if is_judged_by_value and not structure.is_complete(draft.token_ids[:length]):
-        length += 1
-    return draft.prefix(length)
+    num_allowed = structure.num_allowed(draft.token_ids)
+    if num_allowed == len(draft.token_ids):
+        return draft
+    if draft.probs is None or context.is_coupled or context.sampling.is_greedy:
+        return draft.prefix(num_allowed)
+    is_complete = structure.is_complete(draft.token_ids[:num_allowed])
+    return replace(draft, num_reachable=num_allowed if is_complete else num_allowed + 1)

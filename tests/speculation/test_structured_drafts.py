@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -88,8 +90,14 @@ def draft_rows(kind: str, processor: LogitProcessor, prefix: tuple[int, ...]) ->
     return masked / masked.sum() if masked.sum() else row
 
 
-def emitted_law(sampling: SamplingParams, method: str, kind: str, length: int) -> dict[tuple[int, ...], float]:
-    """Return the probability of everything that one round can emit, its drafts cut as the engine cuts them."""
+def emitted_law(
+    sampling: SamplingParams, method: str, kind: str, plan: Callable[[Draft], int]
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of all that one round of three drafted tokens can emit, drafts cut as the engine does.
+
+    `plan` chooses how much of a draft is verified.
+    """
+    length = 3
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     processor = LogitProcessor(sampling, prompt_token_ids=PROMPT, structure=COMPILER.matcher_for(sampling))
     for drafted in itertools.product(range(VOCAB), repeat=length):
@@ -103,6 +111,7 @@ def emitted_law(sampling: SamplingParams, method: str, kind: str, length: int) -
             page_ids=(), page_serials=(), logit_processor=processor,
         )  # fmt: skip
         draft = within_structure(Draft(token_ids=list(drafted), probs=vectors), context)
+        draft = draft.prefix(plan(draft))
         path = tuple(draft.token_ids)
         logits = np.stack([TARGET[path[i - 1] if i else 4] for i in range(len(path) + 1)])
         row = VerificationRow(
@@ -128,15 +137,60 @@ def emitted_law(sampling: SamplingParams, method: str, kind: str, length: int) -
     return emitted
 
 
+# A planner may look at a draft's length, for example in what it hopes of tokens that it has not seen.
+PLANS = {"all": lambda draft: len(draft.token_ids), "half": lambda draft: (len(draft.token_ids) + 1) // 2}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 @pytest.mark.parametrize("kind", ["masked", "unmasked", "likeliest"])
 @pytest.mark.parametrize("method", ["rejection", "block"])
 @requests
-def test_what_comes_out_has_the_law_of_the_masked_target(sampling, pattern, method, kind):
+def test_what_comes_out_has_the_law_of_the_masked_target(sampling, pattern, method, kind, plan):
     """G1: with a proposer that knows the structure, one that does not, and a deterministic one."""
-    emitted = emitted_law(sampling, method, kind, length=3)
+    emitted = emitted_law(sampling, method, kind, plan)
 
     def probs(prefix: tuple[int, ...]) -> np.ndarray:
         return probs_by_hand(sampling, pattern, prefix)
 
     law = completed(dict(emitted), probs, length=4)
     assert np.abs(law - joint(probs, (), length=4)).max() < 1e-6
+
+
+# -- what is cut -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafted", "cut", "judged"),
+    [
+        ([A, B, ONE], 3, 3),  # within the structure, to its end
+        ([A, B], 2, 2),
+        ([A, ONE, A], 1, 2),  # forbidden in the middle
+        ([END, A, B], 0, 1),  # forbidden at once
+        ([B, ONE, A, B], 2, 2),  # complete in the middle
+        ([A, B, END, A], 3, 3),  # ended in the middle
+    ],
+)
+def test_drafts_are_cut_behind_what_can_come_out(drafted, cut, judged):
+    """A draft whose tokens are judged by their probabilities keeps its length for the planner."""
+    sampling = SamplingParams(structure=Structure.regex("(ab|b)1?"))
+    vectors = torch.full((len(drafted), VOCAB), 0.25)
+    draft = Draft(token_ids=drafted, probs=vectors, confidences=[0.5] * len(drafted))
+
+    def cut_for(draft: Draft, *, is_coupled: bool = False, temperature: float = 1.0) -> Draft:
+        changed = replace(sampling, temperature=temperature)
+        processor = LogitProcessor(changed, prompt_token_ids=PROMPT, structure=COMPILER.matcher_for(changed))
+        context = DraftContext(
+            request_id="r", token_ids=PROMPT, sampling=changed, seed=0, is_coupled=is_coupled, num_draft_tokens=4,
+            page_ids=(), page_serials=(), logit_processor=processor,
+        )  # fmt: skip
+        return within_structure(draft, context)
+
+    assert cut_for(replace(draft, probs=None)).token_ids == drafted[:cut]
+    assert cut_for(draft, is_coupled=True).token_ids == drafted[:cut]
+    assert cut_for(draft, temperature=0.0).token_ids == drafted[:cut]
+    planned = cut_for(draft)
+    assert (planned.token_ids, planned.confidences) == (drafted, [0.5] * len(drafted))
+    verified = planned.prefix(4)
+    assert verified.token_ids == drafted[:judged]
+    assert verified.probs.shape == (judged, VOCAB)
+    assert planned.prefix(1).token_ids == drafted[:1]
