@@ -12,6 +12,7 @@ from itertools import zip_longest
 from numbers import Integral, Real
 
 from dspark.errors import RequestError
+from dspark.structure import Structure
 
 # Below this temperature the logits would overflow when divided by it: it means greedy (case B9).
 GREEDY_TEMPERATURE = 1e-5
@@ -61,6 +62,7 @@ class SamplingParams:
     bad_token_ids: tuple[int, ...] = ()  # never come out
     bad_token_sequences: tuple[tuple[int, ...], ...] = ()  # never come out as a whole; the last token is what is banned
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else comes out; None is off
+    structure: Structure | None = None  # the form that the text must have
     logprobs: int | None = None  # with every token its log-probability and so many of the likeliest; None: neither
     prompt_logprobs: int | None = None  # the same of the prompt's tokens but the first, with the first output
     num_draft_tokens: int | None = None  # drafted tokens a round at most, in place of the engine's; 0: plain decoding
@@ -97,6 +99,11 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _check_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        if self.structure is not None and not isinstance(self.structure, Structure):
+            raise RequestError(
+                f"structure ({reprlib.repr(self.structure)}) must be a Structure, as Structure.json_schema returns it",
+                param="structure",
+            )
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(
                 f"logit_bias ({reprlib.repr(self.logit_bias)}) must map token ids to numbers", param="logit_bias"
@@ -163,6 +170,7 @@ class SamplingParams:
             or self.bad_token_ids
             or self.bad_token_sequences
             or self.allowed_token_ids is not None
+            or self.structure is not None
         )
 
 
@@ -273,6 +281,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it
     error: str | None = None  # set with FinishReason.ERROR
+    error_param: str | None = None  # the sampling parameter to blame, where it is the request's own fault
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     num_output_tokens: int = 0  # all tokens so far

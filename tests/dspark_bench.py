@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from drafter_cases import CPU, FIXTURES, PAGE_SIZE, PagedContext, load, make_config, make_tensors, tiny_target
@@ -88,6 +89,7 @@ def engine_over(
     verification: str = "rejection",
     runner_type: type[Runner] = Runner,
     fault_limits: FaultLimits | None = None,
+    tokenizer: Any = None,
 ) -> Engine:
     """Return an engine over the tiny target; `chunk` is a token budget below what settings allow."""
     engine = Engine(
@@ -97,7 +99,7 @@ def engine_over(
             page_size=PAGE_SIZE,
             tapped_layers=() if proposer is None else proposer.tapped_layers,
         ),
-        tokenizer=WordTokenizer(VOCAB),
+        tokenizer=tokenizer or WordTokenizer(VOCAB),
         allocator=PageAllocator(num_pages, PAGE_SIZE),
         vocab_size=VOCAB,
         max_model_len=128,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,11 +214,12 @@ def make_engine(
     fallback_strategy: str = "auto",
     runner: TargetRunner | None = None,
     planner: Planner | None = None,
+    tokenizer: Any = None,
     fault_limits: FaultLimits | None = None,
 ) -> Engine:
     return Engine(
         runner=runner or ToyRunner(rule, vocab_size, num_pages=num_pages, page_size=page_size),
-        tokenizer=WordTokenizer(vocab_size, words),
+        tokenizer=tokenizer or WordTokenizer(vocab_size, words),
         allocator=PageAllocator(num_pages, page_size, prefix_caching=prefix_caching),
         vocab_size=vocab_size,
         max_model_len=min(max_model_len, num_pages * page_size),

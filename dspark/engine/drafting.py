@@ -25,6 +25,7 @@ from dspark.metrics import EngineMetrics
 from dspark.speculation.planner import Load, Planner
 from dspark.speculation.prefix_scheduler import survivals_of
 from dspark.speculation.proposal import NO_DRAFT, Draft, DraftContext, Forecast, Proposer
+from dspark.speculation.structured_drafts import within_structure
 from dspark.speculation.verification import VerificationResult
 
 T = TypeVar("T")
@@ -190,8 +191,8 @@ class Drafting:
         rests = self.planner is not None and self.planner.rests(len(sequences))
         drafting = [] if rests else self._drafting_for(sequences, load)
         drafts = self._proposed([context for _, context in drafting]) if drafting else []
-        for (sequence, _), draft in zip(drafting, drafts, strict=True):
-            sequence.draft = draft
+        for (sequence, context), draft in zip(drafting, drafts, strict=True):
+            sequence.draft = within_structure(draft, context)
             sequence.stats.num_drafted += len(draft.token_ids)
             self._metrics.num_drafted.inc(len(draft.token_ids))
         for sequence in sequences:  # of those without a draft, too: what an earlier one needed is still theirs

@@ -29,6 +29,7 @@ from dspark.request import FinishReason, Request, RequestOutput
 from dspark.speculation.logit_processing import logit_processor
 from dspark.speculation.planner import Planner
 from dspark.speculation.proposal import NO_DRAFT, Draft, Proposer
+from dspark.speculation.structure_matching import StructureCompiler
 from dspark.speculation.verification import VerificationResult, verify_batch
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,9 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.metrics = EngineMetrics(self.model_name)
+        self.structures = StructureCompiler(
+            tokenizer, vocab_size=vocab_size, eos_token_ids=generation_defaults.eos_token_ids
+        )
         self.allocator = allocator
         self.runner = runner
         self.compute = compute or ComputeThread()
@@ -99,6 +103,8 @@ class Engine:
             eos_token_ids=self.generation_defaults.eos_token_ids,
             max_draft_tokens=None if self.drafting is None else self.drafting.proposer.max_draft_tokens,
         )
+        if request.sampling.structure is not None:
+            self.structures.check(request.sampling.structure)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` when it cannot be served or its id is in use."""
@@ -126,7 +132,9 @@ class Engine:
             max_draft_tokens=max_draft_tokens,
             masked_token_ids=output.end_token_ids,
             seed=request_seed(request),
-            logit_processor=logit_processor(sampling, prompt_token_ids=request.prompt_token_ids),
+            logit_processor=logit_processor(
+                sampling, prompt_token_ids=request.prompt_token_ids, structure=self.structures.matcher_for(sampling)
+            ),
             prompt_logprobs=None if sampling.prompt_logprobs is None else [],
         )
         self._sequences[request.request_id] = sequence
@@ -245,10 +253,10 @@ class Engine:
         sequence.draft = NO_DRAFT
         error = result.error or sequence.error
         if error is not None:
-            self._end_early(sequence, FinishReason.ERROR, error)
+            self._end_early(sequence, FinishReason.ERROR, error, result.error_param)
             return
         assert 1 <= len(result.token_ids) <= len(row.draft.token_ids) + 1, (result, row.draft.token_ids)
-        appended = sequence.output.append(result.token_ids)
+        appended = sequence.take(result.token_ids)
         token_ids = result.token_ids[: appended.num_kept]
         if row.is_round:
             self._count_round(sequence, row.draft, result.num_accepted, len(token_ids))
@@ -321,12 +329,15 @@ class Engine:
 
     # -- ends ----------------------------------------------------------------------------------------------
 
-    def _end_early(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def _end_early(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None, error_param: str | None = None
+    ) -> None:
         if error is not None:
             logger.error("request %s: %s", sequence.request_id, error)
             reason = FinishReason.ERROR
         output = sequence.make_output()
-        output.text, output.finish_reason, output.error = sequence.output.flush(), reason, error
+        output.text, output.finish_reason = sequence.output.flush(), reason
+        output.error, output.error_param = error, error_param
         self._pending_outputs.append(output)
         self._end(sequence, output)
 

@@ -33,9 +33,10 @@ class OutputProcessor:
     """Follows the output of one request.
 
     The end is the first token at which one of these holds, in this order: it is an end-of-sequence token; it is a
-    stop token; it completes a stop string; it is the last one allowed. Before `min_tokens` tokens exist only the
-    last applies. An end-of-sequence or stop token counts as a token but shows no text, and a stop string is cut
-    from the text, unless `include_stop_str_in_output`. Of several stop strings the one that is complete first wins.
+    stop token; it completes a stop string; it completes the structure that the text must have; it is the last one
+    allowed. Before `min_tokens` tokens exist only the last two apply. An end-of-sequence or stop token counts as a
+    token but shows no text, and a stop string is cut from the text, unless `include_stop_str_in_output`. Of several
+    stop strings the one that is complete first wins.
     """
 
     def __init__(
@@ -74,12 +75,16 @@ class OutputProcessor:
         """How many more tokens the request may get."""
         return self._max_tokens - self.num_tokens
 
-    def append(self, token_ids: Sequence[int]) -> AppendResult:
-        """Take a block of accepted tokens and return what it adds, up to where the request ends."""
+    def append(self, token_ids: Sequence[int], *, completes_structure: bool = False) -> AppendResult:
+        """Take a block of accepted tokens and return what it adds, up to where the request ends.
+
+        `completes_structure` says so of the last one.
+        """
         assert self.finish_reason is None, (self.finish_reason, token_ids)
         text: list[str] = []
         for index, token_id in enumerate(token_ids):
-            stop_reason = self._take(token_id, text)
+            is_end = completes_structure and index == len(token_ids) - 1
+            stop_reason = self._take(token_id, text, completes_structure=is_end)
             if self.finish_reason is not None:
                 return AppendResult(
                     num_kept=index + 1,
@@ -95,7 +100,7 @@ class OutputProcessor:
         self._held = ""
         return text
 
-    def _take(self, token_id: int, text: list[str]) -> int | str | None:
+    def _take(self, token_id: int, text: list[str], *, completes_structure: bool) -> int | str | None:
         """Process one token: extend `text`, set `finish_reason` at the end, return the stop reason."""
         self.num_tokens += 1
         if self.num_tokens >= self._min_tokens and (
@@ -118,8 +123,8 @@ class OutputProcessor:
                 text.append(self._text_up_to(match))
                 return match.stop
             text.append(self._release())
-        if self.num_tokens >= self._max_tokens:
-            self.finish_reason = FinishReason.LENGTH
+        if completes_structure or self.num_tokens >= self._max_tokens:
+            self.finish_reason = FinishReason.STOP if completes_structure else FinishReason.LENGTH
             text.append(self.flush())
         return None
 

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from dspark.engine.output import OutputProcessor
+from dspark.engine.output import AppendResult, OutputProcessor
 from dspark.engine.page_allocator import ROOT_HASH, PageAllocator, page_hash
 from dspark.request import Request, RequestOutput, SpeculationStats, TokenLogprobs
 from dspark.speculation.proposal import NO_DRAFT, Draft
@@ -78,6 +78,16 @@ class Sequence:
             assert self.prompt_logprobs is not None
             return len(self.prompt_logprobs)  # the next prompt token is scored by the logits of the one before it
         return len(self.token_ids) - 1
+
+    def take(self, token_ids: list[int]) -> AppendResult:
+        """Show the output what verification let through, up to where the structure is complete if it has one."""
+        structure = None if self.logit_processor is None else self.logit_processor.structure
+        if structure is None:
+            return self.output.append(token_ids)
+        kept = token_ids[: structure.num_allowed(token_ids)]
+        is_complete = structure.is_complete(kept)
+        assert is_complete or len(kept) == len(token_ids), (kept, token_ids)
+        return self.output.append(kept, completes_structure=is_complete)
 
     def commit(self, token_ids: list[int]) -> None:
         """Append tokens that are decided."""

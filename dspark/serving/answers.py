@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.errors import RequestError
 from dspark.request import Request, RequestOutput, SpeculationStats, TokenLogprobs
 from dspark.serving.chat_deltas import delta, message
 from dspark.serving.chat_dialect import AnswerReader, ChatPart
@@ -133,6 +134,13 @@ class Answer:
         if last:
             yield to_event({**self._head(self._chunk_name), "choices": [], **last})
         yield DONE_EVENT
+
+    def error_fields(self, failure: Exception) -> dict[str, Any]:
+        """Return what ends a stream that failed, by the request's own fault or not."""
+        if not isinstance(failure, RequestError):
+            return error_fields(str(failure), status=500)
+        error = self._call.in_wire_names(failure)
+        return error_fields(str(error), status=error.status, param=error.param, code=error.code)
 
     @property
     def _chunk_name(self) -> str:

@@ -129,6 +129,8 @@ class _Api:
         stream = self._bridge.submit(requests)
         try:
             await _until_disconnect(http.receive, _collect(stream, answer))
+        except RequestError as error:
+            raise call.in_wire_names(error) from error
         finally:
             stream.close()
         return Response(answer.body(), media_type="application/json")
@@ -177,7 +179,7 @@ class _Api:
                     ),
                 )
                 if choice == 0:  # the others differ in their seed alone
-                    self._validate(request, is_chat=is_chat)
+                    self._validate(request, call)
                 requests.append(request)
         echoes = self._echoes(call, prompts)
         readers = self._readers(call, requests)
@@ -186,13 +188,14 @@ class _Api:
         )
         return call, requests, answer
 
-    def _validate(self, request: Request, *, is_chat: bool) -> None:
+    def _validate(self, request: Request, call: CompletionRequest | ChatCompletionRequest) -> None:
         try:
             self._engine.validate(request)
         except RequestError as error:
-            if is_chat and error.param == "prompt":
+            error = call.in_wire_names(error)
+            if isinstance(call, ChatCompletionRequest) and error.param == "prompt":
                 error.param = "messages"  # what a chat's prompt is made of
-            raise
+            raise error
 
     def _prompts(self, call: CompletionRequest | ChatCompletionRequest) -> list[list[int]]:
         tokenizer = self._engine.tokenizer
@@ -289,8 +292,8 @@ async def _events(stream: OutputStream, answer: Answer) -> AsyncIterator[bytes]:
         async for output in stream:
             for event in answer.events(output):
                 yield event
-    except EngineFailure as failure:  # the status was sent long ago
-        yield to_event(error_fields(str(failure), status=500))
+    except (EngineFailure, RequestError) as failure:  # the status was sent long ago
+        yield to_event(answer.error_fields(failure))
         yield DONE_EVENT
         return
     for event in answer.last_events():

@@ -54,6 +54,8 @@ class OutputStream:
         output = await self._outputs.get()
         if output.finish_reason is not None:
             self._open_ids.discard(output.request_id)
+        if output.error_param is not None:
+            raise RequestError(output.error or "the request cannot go on", param=output.error_param)
         if output.finish_reason is FinishReason.ERROR:
             raise EngineFailure(output.error or "the engine failed")
         return output

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError, from_json
 from dspark.errors import RequestError
 from dspark.request import MAX_SEED, MAX_STOP_STRING_LEN, MAX_TOP_LOGPROBS, SamplingParams
 from dspark.serving.chat_messages import STRICT, ChatMessage
+from dspark.serving.structured_output import StructureFields
 from dspark.serving.tool_choice import MAX_TOOLS, Tool, ToolChoice, callable_tools
 from dspark.serving.unsupported_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, drop_neutral
 
@@ -130,7 +131,7 @@ class SpeculationOptions(_Model):
     num_draft_tokens: int | None = None  # at most this many drafted tokens a round; 0 is plain decoding
 
 
-class _GenerationRequest(_Model):
+class _GenerationRequest(StructureFields, _Model):
     """The fields both endpoints share."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]]
@@ -166,6 +167,7 @@ class _GenerationRequest(_Model):
 
     def check(self) -> None:
         """Raise `RequestError` when fields contradict each other."""
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise RequestError(
                 "stream_options is only for streams; leave it out or set stream to true", param="stream_options"
@@ -225,16 +227,24 @@ class _GenerationRequest(_Model):
             if value is not None:
                 values[name] = value
         try:
-            return SamplingParams(**values)
+            return SamplingParams(**values, structure=self.structure())
         except RequestError as error:
-            wire_name = self.wire_names.get(error.param or "", error.param)
-            message = str(error).replace(str(error.param), str(wire_name), 1)
-            raise RequestError(message, param=wire_name, code=error.code) from error
+            raise self.in_wire_names(error) from error
+
+    def in_wire_names(self, error: RequestError) -> RequestError:
+        """Return an error that names a sampling parameter as one that names the field it came from."""
+        wire_name = self.wire_names.get(error.param or "", error.param)
+        message = str(error).replace(str(error.param), str(wire_name), 1)
+        return RequestError(message, param=wire_name, code=error.code, status=error.status)
 
     @property
     def wire_names(self) -> dict[str, str]:
         """Names of fields, by the sampling parameter that they set, where the two differ."""
-        return {"num_draft_tokens": "speculation.num_draft_tokens", "bad_token_sequences": "bad_words"}
+        return {
+            "num_draft_tokens": "speculation.num_draft_tokens",
+            "bad_token_sequences": "bad_words",
+            "structure": self.structure_name,
+        }
 
 
 class CompletionRequest(_GenerationRequest):

@@ -14,8 +14,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "truncate_prompt_tokens": (None,),
     "spaces_between_special_tokens": (None, True),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
+    "guided_json": (None,),  # the older names of what `structured_outputs` holds
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
     "priority": (None, 0),
     "store": (None, False),
     "metadata": (None, {}),

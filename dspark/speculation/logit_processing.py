@@ -1,4 +1,4 @@
-"""What a request asks to change in the target's logits before anything is drawn: penalties, biases, bans.
+"""What a request asks to change in the target's logits before anything is drawn: penalties, biases, bans, structure.
 
 The penalties follow the drafted path: a row sees the counts of the committed text and of the drafted tokens before it,
 and nothing of a draft outlives the call. R rows of logits, V vocabulary, U distinct tokens seen.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dspark.request import BANNING_BIAS, SamplingParams
+from dspark.speculation.structure_matching import StructureMatcher
 
 
 class LogitProcessor:
@@ -21,10 +22,15 @@ class LogitProcessor:
 
     Order: repetition penalty (prompt and output), frequency and presence penalty (output alone), logit bias, then bans
     and the allowed tokens; of a bad sequence the last token is banned where the output ends with the ones before it.
-    All that is kept grows with the text, nothing with the vocabulary.
+    Then, where the answer has a structure, all that does not lead on in it is banned. All that is kept grows with the
+    text, nothing but masks of a structure with the vocabulary.
     """
 
-    def __init__(self, sampling: SamplingParams, *, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, sampling: SamplingParams, *, prompt_token_ids: Sequence[int], structure: StructureMatcher | None = None
+    ) -> None:
+        assert (structure is None) == (sampling.structure is None), sampling.structure
+        self.structure = structure
         self._sampling = sampling
         self._num_followed = self._num_prompt_tokens = len(prompt_token_ids)
         # Bad sequences by their last token but one: all but the last token, and the last.
@@ -48,6 +54,8 @@ class LogitProcessor:
             for token_id in token_ids[self._num_followed :]:
                 slot = self._slot(token_id)  # may move the counts
                 self._counts[slot] += 1.0
+        if self.structure is not None:
+            self.structure.follow(token_ids[self._num_followed :])
         self._num_followed = len(token_ids)
         if self._sequences:
             start = max(self._num_prompt_tokens, len(token_ids) - self._tail_len)
@@ -66,6 +74,8 @@ class LogitProcessor:
         self._fixed.apply_(logits)
         if self._sequences:
             self._ban_sequences_(logits, drafted)
+        if self.structure is not None:
+            self.structure.mask_(logits, drafted)
 
     def _ban_sequences_(self, logits: Tensor, drafted: Sequence[int]) -> None:
         rows, banned = [], []
@@ -147,6 +157,13 @@ class _FixedChanges:
             logits.index_copy_(1, self._allowed, kept)
 
 
-def logit_processor(sampling: SamplingParams, *, prompt_token_ids: Sequence[int]) -> LogitProcessor | None:
-    """Return the processor of a request, or None for one that leaves the logits as they are."""
-    return LogitProcessor(sampling, prompt_token_ids=prompt_token_ids) if sampling.changes_logits else None
+def logit_processor(
+    sampling: SamplingParams, *, prompt_token_ids: Sequence[int], structure: StructureMatcher | None = None
+) -> LogitProcessor | None:
+    """Return the processor of a request, or None for one that leaves the logits as they are.
+
+    `structure` follows the answer of a request that asks for one.
+    """
+    if not sampling.changes_logits:
+        return None
+    return LogitProcessor(sampling, prompt_token_ids=prompt_token_ids, structure=structure)

@@ -44,11 +44,15 @@ class Draft:
     # c_k may depend on the drawn tokens x_1 .. x_{k-1}, never on x_k.
     confidences: Sequence[float] | None = None
     proposer_name: str | None = None  # whose draft it is, where the engine's proposer chooses between several
+    num_reachable: int | None = None  # what follows these cannot come out, whatever the target says; None: all can
 
     def prefix(self, length: int) -> Draft:
-        """Return the first `length` proposals."""
+        """Return the first `length` proposals, without those that cannot come out."""
+        if self.num_reachable is not None:
+            length = min(length, self.num_reachable)
         return replace(
             self,
+            num_reachable=None,
             token_ids=self.token_ids[:length],
             probs=None if self.probs is None else self.probs[:length],
             confidences=None if self.confidences is None else self.confidences[:length],

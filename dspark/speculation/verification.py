@@ -28,6 +28,10 @@ from dspark.speculation.sampling import (
 from dspark.speculation.token_logprobs import token_logprobs
 
 INVALID_LOGITS_ERROR = "the model returned logits without a finite maximum (NaN or infinity) for this request"
+DEAD_END_ERROR = (
+    "structure leaves no token that could come next: it is too complex to follow, or all that it allows here is banned "
+    "or not in the vocabulary; simplify it or allow more"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ class VerificationResult:
     num_accepted: int
     token_ids: list[int]  # num_accepted + 1
     error: str | None = None
+    error_param: str | None = None  # the sampling parameter to blame
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, where the request asks for them
 
 
@@ -126,6 +131,7 @@ def verify_batch(
         starts.append(starts[-1] + 1 + len(row.draft.token_ids))
     assert logits.dim() == 2 and logits.shape[0] == starts[-1], (logits.shape, starts)
     raw: dict[int, Tensor] = {}  # request -> its rows as the model gave them, where these will be reported
+    dead_ends: dict[int, int] = {}  # request -> its first row that leaves no token
     for i, (row, start, end) in enumerate(zip(rows, starts, starts[1:], strict=False)):
         _check_draft(row, logits.shape[1])
         if row.sampling.logprobs is not None:
@@ -134,6 +140,8 @@ def verify_batch(
             row.logit_processor.apply_(logits[start:end], row.draft.token_ids)
         if row.min_tokens_left > 0:
             mask_token_ids(logits, slice(start, min(start + row.min_tokens_left, end)), row.masked_token_ids)
+        if row.sampling.structure is not None and (first := _open_dead_ends_(logits[start:end])) is not None:
+            dead_ends[i] = first
 
     results: dict[int, VerificationResult] = {}
     greedy = [i for i, row in enumerate(rows) if row.sampling.is_greedy]
@@ -145,9 +153,30 @@ def verify_batch(
         subset = _logits_of(logits, starts, sampled)
         outcomes = _verify_sampled(subset, [rows[i] for i in sampled], draws or KeyedDraws())
         results.update(zip(sampled, outcomes, strict=True))
+    for i, first in dead_ends.items():
+        results[i] = _up_to_dead_end(results[i], first)
     if raw:
         _add_logprobs(results, raw, rows)
     return [results[i] for i in range(len(rows))]
+
+
+def _open_dead_ends_(logits: Tensor) -> int | None:
+    """Make rows of [1 + l, V] drawable in which nothing is possible, and return the first of them. Synchronises."""
+    is_dead = logits.amax(dim=-1) == -torch.inf
+    dead: list[int] = is_dead.nonzero().squeeze(-1).tolist()
+    if not dead:
+        return None
+    logits[is_dead] = 0.0  # the prefix before it may be rejected, and then all is well
+    return dead[0]
+
+
+def _up_to_dead_end(result: VerificationResult, first: int) -> VerificationResult:
+    """Return what came out before row `first`, from which nothing can; if that is nothing, the request cannot go on."""
+    if result.error is not None or len(result.token_ids) <= first:
+        return result
+    if first == 0:
+        return VerificationResult(num_accepted=0, token_ids=[], error=DEAD_END_ERROR, error_param="structure")
+    return replace(result, num_accepted=min(result.num_accepted, first - 1), token_ids=result.token_ids[:first])
 
 
 def _add_logprobs(
