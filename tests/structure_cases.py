@@ -20,6 +20,8 @@ class SpellingTokenizer:
     """Id i is the i-th of some ASCII words; those in angle brackets are special tokens."""
 
     has_chat_template = False
+    chat_template = tool_chat_template = None
+    takes_tools = False
     bos_token_id = None
 
     def __init__(self, words: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import reprlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from dspark.serving.protocol import (
     CompletionRequest,
     parse_body,
 )
+from dspark.structure import Structure
 
 DEFAULT_MAX_BODY_BYTES = 8 * 2**20
 
@@ -163,6 +164,7 @@ class _Api:
         prompts = self._prompts(call)
         bad_token_sequences = self._bad_token_sequences(call)
         for prompt_token_ids in prompts:
+            structure = self._structure(call, prompt_token_ids)
             # The context end is no mistake of a client that names no limit.
             room = self._engine.max_model_len - len(prompt_token_ids)
             default_max_tokens = None if is_chat or room < 1 else min(DEFAULT_COMPLETION_MAX_TOKENS, room)
@@ -176,6 +178,7 @@ class _Api:
                         default_max_tokens=default_max_tokens,
                         bad_token_sequences=bad_token_sequences,
                         kept_token_ids=kept_token_ids,
+                        structure=structure,
                     ),
                 )
                 if choice == 0:  # the others differ in their seed alone
@@ -210,6 +213,17 @@ class _Api:
                 )
             ]
         return [prompt if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in call.prompt]
+
+    def _structure(
+        self, call: CompletionRequest | ChatCompletionRequest, prompt_token_ids: Sequence[int]
+    ) -> Structure | None:
+        """Return the form that the answers to a prompt must have."""
+        try:
+            if isinstance(call, ChatCompletionRequest):
+                return self._dialect.structure(call, prompt_token_ids)
+            return call.structure()
+        except RequestError as error:
+            raise call.in_wire_names(error) from error
 
     def _bad_token_sequences(self, call: CompletionRequest | ChatCompletionRequest) -> list[tuple[int, ...]]:
         """Return the tokens of each bad word, as it begins a text and as it follows a space."""

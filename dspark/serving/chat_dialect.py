@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dspark.config import ChatConfig
 from dspark.engine.detokenizer import HasBackend
 from dspark.errors import RequestError
 from dspark.request import FinishReason
+from dspark.serving.answer_grammars import AnswerGrammar, content_rule
 from dspark.serving.chat_messages import ChatMessage
 from dspark.serving.protocol import ChatCompletionRequest
 from dspark.serving.reasoning import (
@@ -23,7 +24,7 @@ from dspark.serving.reasoning import (
 from dspark.serving.tool_calls import CallPart, ToolCallParser
 from dspark.serving.tool_choice import callable_tools
 from dspark.serving.tool_formats import TOOL_FORMATS, ToolFormat, detect_tool_format
-from dspark.serving.tool_grammars import ToolGrammar
+from dspark.structure import Structure
 
 ChatPart = Reasoning | CallPart
 _REASONING_MARKS: tuple[str, ...] = (REASONING_START, REASONING_END)
@@ -77,16 +78,6 @@ class ChatDialect:
                 "tools and chat_template_kwargs.tools exclude each other; send tools alone",
                 param="chat_template_kwargs",
             )
-        self._check_grammar(call)
-
-    def _check_grammar(self, call: ChatCompletionRequest) -> None:
-        if self.grammar(call, ()) is None:
-            return
-        param = "tool_choice"
-        if call.tool_choice in (None, "auto"):
-            index = next(index for index, tool in enumerate(call.tools) if tool.function.strict)
-            param = f"tools[{index}].function.strict"
-        raise RequestError(f"{param} is not supported: calls cannot be forced; leave it out", param=param)
 
     def template_variables(self, call: ChatCompletionRequest) -> dict[str, Any]:
         """Return what the chat template gets beside the messages; tools that may not be called are not shown to it."""
@@ -130,26 +121,37 @@ class ChatDialect:
             hides_reasoning=not call.include_reasoning,
         )
 
-    def grammar(self, call: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> ToolGrammar | None:
-        """Return the grammar of answers that call tools as they must; None: any text is allowed."""
-        tools = callable_tools(call.tools, call.tool_choice)
-        is_required = call.tool_choice not in (None, "auto")
-        if not tools or not (is_required or any(tool.function.strict for tool in tools)):
-            return None
-        assert self.tool_format is not None
-        any_object = {"type": "object"}
-        return ToolGrammar(
-            tool_format=self.tool_format,
-            parameters={
-                tool.function.name: tool.function.parameters if is_required or tool.function.strict else any_object
-                for tool in tools
-            },
+    def structure(self, call: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> Structure | None:
+        """Return the form of an answer's text, its reasoning and calls included; None: any text is allowed.
+
+        Raises `RequestError` for what cannot be had together.
+        """
+        asked, tools = call.structure(), callable_tools(call.tools, call.tool_choice)
+        is_required = bool(tools) and call.tool_choice not in (None, "auto")
+        is_open = self.is_reasoning_open(prompt_token_ids)
+        content = None if asked is None or is_required else content_rule(asked)
+        if asked is not None and content is None and tools and not is_required:
+            raise RequestError(
+                f"tools and {call.structure_name} exclude each other; leave one of them out", param=call.structure_name
+            )
+        has_schemas = is_required or any(tool.function.strict for tool in tools)
+        if not has_schemas and (content is None or not (tools or self.has_reasoning)):
+            return replace(asked, after=REASONING_END) if asked is not None and is_open else asked
+        parameters = {
+            tool.function.name: tool.function.parameters if is_required or tool.function.strict else {"type": "object"}
+            for tool in tools
+        }
+        grammar = AnswerGrammar(
+            tool_format=self.tool_format if tools else None,
+            parameters=parameters,
             is_required=is_required,
             is_parallel=call.parallel_tool_calls,
+            content=content,
             mark_token_ids=self.mark_token_ids,
             has_reasoning=self.has_reasoning,
-            is_reasoning_open=self.is_reasoning_open(prompt_token_ids),
+            is_reasoning_open=is_open,
         )
+        return Structure.grammar(grammar.text)
 
 
 def chat_dialect(tokenizer: ChatTokenizer, config: ChatConfig) -> ChatDialect:

@@ -21,6 +21,7 @@ from dspark.serving.chat_messages import STRICT, ChatMessage
 from dspark.serving.structured_output import StructureFields
 from dspark.serving.tool_choice import MAX_TOOLS, Tool, ToolChoice, callable_tools
 from dspark.serving.unsupported_fields import NEUTRAL_CHAT, NEUTRAL_COMPLETION, drop_neutral
+from dspark.structure import Structure
 
 MAX_CHOICES = 128  # `n`, the OpenAI API's limit
 MAX_SEQUENCES = 1024  # choices of one call: prompts times n
@@ -204,10 +205,12 @@ class _GenerationRequest(StructureFields, _Model):
         default_max_tokens: int | None = None,
         bad_token_sequences: Sequence[Sequence[int]] = (),
         kept_token_ids: Sequence[int] = (),
+        structure: Structure | None = None,
     ) -> SamplingParams:
         """Return the parameters of one choice: the request's, else the model's defaults, else our own.
 
-        `bad_token_sequences` are the tokens of its bad words, `kept_token_ids` the special ones that mark up answers.
+        `bad_token_sequences` are the tokens of its bad words, `kept_token_ids` the special ones that mark up answers;
+        `structure` is the form of the whole text, None: what the fields themselves ask for.
         Choices of a seeded request get seeds of their own; choice 0 gets the request's. Raises `RequestError`.
         """
         values: dict[str, Any] = {
@@ -227,7 +230,7 @@ class _GenerationRequest(StructureFields, _Model):
             if value is not None:
                 values[name] = value
         try:
-            return SamplingParams(**values, structure=self.structure())
+            return SamplingParams(**values, structure=structure or self.structure())
         except RequestError as error:
             raise self.in_wire_names(error) from error
 
@@ -296,6 +299,10 @@ class ChatCompletionRequest(_GenerationRequest):
     @property
     def num_top_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def structure_name(self) -> str:
+        return "tools" if self.tools and self.structure() is None else super().structure_name
 
     @property
     def token_limit(self) -> int | None:

@@ -364,20 +364,6 @@ def test_messages_that_the_template_would_lose_are_refused(
     assert open_chat("Hello", "{{ messages }}").chat(**fields).json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "now", "strict": True}}]}, "tools[0].function.strict"),
-    ],
-)
-def test_calls_cannot_be_forced(open_chat: Callable[..., AppClient], fields: dict[str, Any], param: str) -> None:
-    response = open_chat("Hello", HERMES_TEMPLATE).chat(**{"tools": TOOLS, **fields})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-
-
 def test_tools_in_two_places_are_refused(open_chat: Callable[..., AppClient]) -> None:
     response = open_chat("Hello", HERMES_TEMPLATE).chat(tools=TOOLS, chat_template_kwargs={"tools": []})
     assert response.json()["error"]["param"] == "chat_template_kwargs"

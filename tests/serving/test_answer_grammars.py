@@ -10,8 +10,9 @@ from byte_tokenizers import EOS_ID, byte_level_backend
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from dspark.serving.answer_grammars import AnswerGrammar, content_rule
 from dspark.serving.tool_formats import HERMES, LLAMA3_JSON, MISTRAL, MISTRAL_ARGS, TOOL_FORMATS, ToolFormat
-from dspark.serving.tool_grammars import ToolGrammar
+from dspark.structure import Structure
 
 CITY = {
     "type": "object",
@@ -54,11 +55,11 @@ def marks(tool_format: ToolFormat, has_mark_tokens: bool) -> tuple[str, ...]:
     return (*tool_format.marks, *reasoning) if has_mark_tokens else ()
 
 
-def accepts(tool_format: ToolFormat, text: str, *, has_mark_tokens: bool = True, **options: Any) -> bool:
-    """Return whether `text` is a whole answer for the grammar."""
-    backend, llguidance_tokenizer, ids = tokenizer(*marks(tool_format, has_mark_tokens))
-    options = {"parameters": PARAMETERS, "is_required": True, "is_parallel": True} | options
-    grammar = ToolGrammar(tool_format=tool_format, mark_token_ids=ids, **options)
+def accepts(tool_format: ToolFormat | None, text: str, *, has_mark_tokens: bool = True, **options: Any) -> bool:
+    """Return whether `text` is a whole answer for the grammar; without a format there are no tools."""
+    backend, llguidance_tokenizer, ids = tokenizer(*marks(tool_format or HERMES, has_mark_tokens))
+    options = {"is_required": True, "parameters": PARAMETERS} | options if tool_format is not None else options
+    grammar = AnswerGrammar(tool_format=tool_format, mark_token_ids=ids, **options)
     matcher = LLMatcher(llguidance_tokenizer, LLMatcher.grammar_from_lark(grammar.text))
     assert not matcher.is_error(), matcher.get_error()
     token_ids = backend.encode(text).ids
@@ -171,3 +172,32 @@ def test_schemas_may_refer_to_their_own_definitions() -> None:
     ):
         assert accepts(tool_format, text % "a", **options)
         assert not accepts(tool_format, text % "b", **options)
+
+
+@pytest.mark.parametrize(
+    ("structure", "right", "wrong"),
+    [
+        (Structure.json_schema(CITY), ['{"city": "x"}', '{"city":"x"}'], ["{}", "x"]),
+        (Structure.regex(r"a/b|c\/d|e\nf|g\\/h"), ["a/b", "c/d", "e\nf", "g\\/h"], ["a", "a/bx", ""]),
+        (Structure.regex("a\nb"), ["a\nb"], ["a", "ab"]),
+        (Structure.choice(["yes", 'n"é\\o']), ["yes", 'n"é\\o'], ["no", ""]),
+    ],
+)
+def test_content_of_a_structure_follows_the_reasoning_or_comes_in_place_of_calls(
+    structure: Structure, right: list[str], wrong: list[str]
+) -> None:
+    content = content_rule(structure)
+    for text in right:
+        assert accepts(HERMES, text, content=content, is_required=False)
+        assert accepts(None, text, content=content, has_reasoning=True)
+        assert accepts(HERMES, f"<think>a</think>\n\n{text}", content=content, is_required=False, has_reasoning=True)
+    for text in wrong:
+        assert not accepts(HERMES, text, content=content, is_required=False)
+        assert not accepts(HERMES, f"<think>a</think>{text}", content=content, is_required=False, has_reasoning=True)
+    assert not accepts(None, HERMES_W, content=content, has_reasoning=True)
+    assert accepts(HERMES, HERMES_W, content=content, is_required=False)
+    assert accepts(LLAMA3_JSON, LW, content=content, is_required=False)
+
+
+def test_a_grammar_of_the_users_is_no_rule_of_content() -> None:
+    assert content_rule(Structure.grammar('start: "a"')) is None
