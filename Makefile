@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: help setup serve test lint bench clean
+.PHONY: help setup serve test lint bench sanitize clean
 
 help:
 	@echo "make serve   serve the embedded model on 127.0.0.1:$(PORT)  (PORT=..., ARGS='--drafter none')"
 	@echo "make test    lint, type check and all tests"
 	@echo "make bench   measure drafters against plain decoding  (ARGS='--concurrency 1')"
+	@echo "make sanitize  run the compiled kernels under AddressSanitizer and UBSan"
 	@echo "make clean   remove the virtual environment and caches of tools"
 
 setup: $(VENV)/.ready
@@ -36,6 +37,12 @@ test: lint
 
 bench: setup
 	$(BIN)/dspark bench --compare-transformers $(ARGS)
+
+sanitize:
+	mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
+		tests/csrc/check_kernels.cpp dspark/csrc/kernels_avx2.cpp dspark/csrc/kernels_avx512.cpp -o build/check_kernels
+	build/check_kernels
 
 clean:
 	rm -rf $(VENV) build dspark/_kernels*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
