@@ -255,6 +255,23 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs, in descending order
 
 
+class OriginKind(StrEnum):
+    """How a token came to be."""
+
+    ACCEPTED = "accepted"  # drafted, and the target let it stand
+    CORRECTED = "corrected"  # the target's own, in place of a drafted token that it rejected
+    BONUS = "bonus"  # the target's own, after a draft that was accepted to its end
+    PLAIN = "plain"  # the target's own, of a pass that verified no draft of this request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOrigin:
+    """How a token came to be, and whose draft was verified in that round."""
+
+    kind: OriginKind
+    proposer: str | None = None  # None for plain tokens
+
+
 @dataclass(kw_only=True)
 class RequestOutput:
     """What one engine step adds to one request. `text` may be empty while characters are held back."""
@@ -262,6 +279,7 @@ class RequestOutput:
     request_id: str
     text: str = ""  # new text since the last output
     token_ids: list[int] = field(default_factory=list)  # new tokens since the last output
+    token_origins: list[TokenOrigin] = field(default_factory=list)  # of these tokens
     logprobs: list[TokenLogprobs] | None = None  # of these tokens, where the request asks for them
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token id or stop string that ended it

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.engine.detokenizer import HasBackend
-from dspark.request import FinishReason, Request, RequestOutput, SpeculationStats, TokenLogprobs
+from dspark.request import FinishReason, Request, RequestOutput, SpeculationStats, TokenLogprobs, TokenOrigin
 from dspark.serving.logprobs import LogprobsWriter
 from dspark.serving.protocol import ChatCompletionRequest, CompletionRequest
 from dspark.serving.speculation_stats import speculation_fields
@@ -33,6 +33,7 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_origins: list[TokenOrigin] = field(default_factory=list)
     logprobs_writer: LogprobsWriter
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -76,6 +77,7 @@ class Answer:
         choice.texts.append(output.text)
         choice.token_ids.extend(output.token_ids)
         choice.logprobs.extend(output.logprobs or ())
+        choice.token_origins.extend(output.token_origins)
         choice.num_cached_tokens, choice.speculation = output.num_cached_tokens, output.speculation
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
 
@@ -86,14 +88,15 @@ class Answer:
             text = choice.echo + "".join(choice.texts)
             content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
             fields = self._choice_fields(choice, content, choice.token_ids, choice.logprobs, has_prompt=True)
-            choices.append(fields)
+            choices.append(fields | self._origin_fields(choice.token_origins))
         name = "chat.completion" if self._is_chat else "text_completion"
         return to_json({**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()})
 
     def events(self, output: RequestOutput) -> Iterator[bytes]:
         """Take in one output and return its event; none when it holds nothing that the client asked for."""
         self.add(output)
-        wants_tokens = self._call.return_token_ids or self._call.has_continuous_usage or output.logprobs is not None
+        wants_tokens = self._call.return_token_ids or self._call.return_token_origins
+        wants_tokens = wants_tokens or self._call.has_continuous_usage or output.logprobs is not None
         has_tokens = output.token_ids and wants_tokens
         if output.text or has_tokens or output.finish_reason is not None:
             yield to_event(self._chunk(self._choices[output.request_id], output))
@@ -117,6 +120,7 @@ class Answer:
             role = {"role": "assistant"} if is_first else {}
             content = {"delta": {**role, "content": output.text}}
         fields = self._choice_fields(choice, content, output.token_ids, output.logprobs or (), has_prompt=is_first)
+        fields |= self._origin_fields(output.token_origins)
         chunk = {**self._head(self._chunk_name), "choices": [fields]}
         if self._call.has_continuous_usage:
             chunk["usage"] = self._usage()
@@ -149,6 +153,11 @@ class Answer:
             if has_prompt:
                 fields["prompt_token_ids"] = list(choice.prompt_token_ids)
         return fields
+
+    def _origin_fields(self, origins: Sequence[TokenOrigin]) -> dict[str, Any]:
+        if not self._call.return_token_origins:
+            return {}
+        return {"token_origins": [{"kind": origin.kind, "proposer": origin.proposer} for origin in origins]}
 
     def _metrics(self) -> dict[str, Any]:
         """Return how drafting went in all choices together, for a call that wants to know."""
