@@ -264,7 +264,7 @@ class Engine:
         self._pending_outputs.append(output)
         if sequence.first_token_time is None:
             sequence.first_token_time = time.monotonic()
-            self.metrics.ttft_s.observe(sequence.first_token_time - sequence.request.arrival_time)
+            self.metrics.observe_first_token(sequence.first_token_time - sequence.request.arrival_time)
         if output.finish_reason is not None:
             sequence.register_pages(self.allocator)
             self._end(sequence, output)
