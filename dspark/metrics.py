@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ RATIO_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 
 ERROR_BUCKETS = (0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 DRAFT_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
 SPECULATION_STATES = ("on", "switched_off", "open", "probing")
+MAX_RECENT = 512  # latencies kept one by one, for percentiles
 # Benchmarks that add up every line of a counter's name would take its creation time for a count.
 disable_created_metrics()
 
@@ -72,11 +75,7 @@ class EngineMetrics:
         self.num_running = self._gauge("vllm:num_requests_running", "Requests in the batch.")
         self.num_waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for a place.")
         self.kv_cache_usage = self._gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use (1 is full).")
-        self.ttft_s = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
-        self.e2e_latency_s = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
-        self.tpot_s = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Seconds per token after the first, per request."
-        )
+        self._add_latencies()
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens emitted.")
         self.prefix_cache_queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
@@ -122,6 +121,16 @@ class EngineMetrics:
         for reason in FinishReason:  # export zeros from the start, so that rates are right
             self._requests.labels(model_name, reason.value)
         self.registry.register(_OwnNames(self._sources))
+
+    def _add_latencies(self) -> None:
+        self.ttft_s = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")
+        self.e2e_latency_s = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.")
+        self.tpot_s = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Seconds per token after the first, per request."
+        )
+        # The latest latencies with the monotonic time at which they were known, in seconds; read copies of them.
+        self.recent_ttft_s: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)
+        self.recent_tpot_s: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT)
 
     def _add_scheduling(self) -> None:
         """What the planner decides, how right it is, and what becomes of a drafter that fails."""
@@ -222,6 +231,11 @@ class EngineMetrics:
             for phase in STEP_PHASES
         }
 
+    def observe_first_token(self, ttft_s: float) -> None:
+        """Count the first token of a request."""
+        self.ttft_s.observe(ttft_s)
+        self.recent_ttft_s.append((time.monotonic(), ttft_s))
+
     def observe_finish(self, output: RequestOutput, *, e2e_s: float, tpot_s: float | None) -> None:
         """Count one ended request."""
         assert output.finish_reason is not None
@@ -229,6 +243,7 @@ class EngineMetrics:
         self.e2e_latency_s.observe(e2e_s)
         if tpot_s is not None:
             self.tpot_s.observe(tpot_s)
+            self.recent_tpot_s.append((time.monotonic(), tpot_s))
 
     def _counter(self, name: str, text: str) -> Counter:
         return self._labelled(Counter, name, text).labels(self._model_name)

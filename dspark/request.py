@@ -269,6 +269,23 @@ class TokenLogprobs:
     rank: int | None = None  # 1 is the likeliest; counted for tokens of prompts alone
 
 
+class OriginKind(StrEnum):
+    """How a token came to be."""
+
+    ACCEPTED = "accepted"  # drafted, and the target let it stand
+    CORRECTED = "corrected"  # the target's own, in place of a drafted token that it rejected
+    BONUS = "bonus"  # the target's own, after a draft that was accepted to its end
+    PLAIN = "plain"  # the target's own, of a pass that verified no draft of this request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenOrigin:
+    """How a token came to be, and whose draft was verified in that round."""
+
+    kind: OriginKind
+    proposer: str | None = None  # None for plain tokens
+
+
 @dataclass(kw_only=True)
 class RequestOutput:
     """What one engine step adds to one request. `text` may be empty while characters are held back."""
@@ -276,6 +293,7 @@ class RequestOutput:
     request_id: str
     text: str = ""  # new text since the last output
     token_ids: list[int] = field(default_factory=list)  # new tokens since the last output
+    token_origins: list[TokenOrigin] = field(default_factory=list)  # of these tokens
     logprobs: list[TokenLogprobs] | None = None  # of these tokens, where the request asks for them
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token, None for the first; told once
     finish_reason: FinishReason | None = None

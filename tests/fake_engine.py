@@ -11,6 +11,7 @@ from typing import Any
 
 from byte_tokenizers import EOS_ID, VOCAB_SIZE, ToyTokenizer, byte_level_tokenizer
 
+from dspark.config import EngineConfig
 from dspark.engine.output import OutputProcessor
 from dspark.errors import RequestError
 from dspark.metrics import EngineMetrics
@@ -45,6 +46,7 @@ class FakeEngine:
         self.model_name = "toy"
         self.wait_s = 0.0
         self.drafting: Any = None
+        self.config = EngineConfig(model=self.model_name)
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
         self.tokenizer = tokenizer or byte_level_tokenizer()

@@ -20,7 +20,7 @@ from dspark.engine.guard import FaultLimits
 from dspark.engine.page_allocator import PageAllocator
 from dspark.engine.runner import TargetRunner
 from dspark.models.tokenizer import GenerationDefaults
-from dspark.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from dspark.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs, TokenOrigin
 from dspark.speculation.planner import Planner
 from dspark.speculation.proposal import Draft, DraftContext, Proposer
 
@@ -243,6 +243,7 @@ class Transcript:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self.token_origins: list[TokenOrigin] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.text = ""
@@ -253,13 +254,14 @@ class Transcript:
     def add(self, output: RequestOutput) -> None:
         assert self.finish_reason is None, f"output after the end: {output}"
         self.token_ids += output.token_ids
+        self.token_origins += output.token_origins
         self.logprobs += output.logprobs or []
         if output.prompt_logprobs is not None:
             assert self.prompt_logprobs is None, "told twice"
             self.prompt_logprobs = output.prompt_logprobs
         self.text += output.text
         self.finish_reason, self.stop_reason, self.last = output.finish_reason, output.stop_reason, output
-        assert output.num_output_tokens == len(self.token_ids)
+        assert output.num_output_tokens == len(self.token_ids) == len(self.token_origins)
 
 
 def run_requests(engine: Engine, requests: Sequence[Request], *, max_steps: int = 10_000) -> dict[str, Transcript]:

@@ -22,6 +22,7 @@ from dspark.engine.runner import TargetRunner
 from dspark.engine.scheduler import ScheduledRow, Scheduler, verify_all
 from dspark.engine.sequence import Sequence, request_seed
 from dspark.engine.step_rows import batch_row, sampled_rows, verification_row
+from dspark.engine.token_origins import token_origins
 from dspark.errors import RequestError
 from dspark.metrics import STEP_PHASES, EngineMetrics
 from dspark.models.tokenizer import GenerationDefaults, Tokenizer
@@ -139,6 +140,11 @@ class Engine:
         )
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings it was made with."""
+        return self._config
 
     def switch_speculation(self, is_on: bool) -> None:
         """Draft again, or decode plainly until told otherwise; what is decoded is the same."""
@@ -266,12 +272,14 @@ class Engine:
 
         output = sequence.make_output()
         output.text, output.token_ids = appended.text, token_ids
+        name = None if self.drafting is None else self.drafting.proposer.name
+        output.token_origins = token_origins(row.draft, result.num_accepted, proposer_name=name)[: len(token_ids)]
         output.logprobs = None if result.logprobs is None else result.logprobs[: len(token_ids)]
         output.finish_reason, output.stop_reason = appended.finish_reason, appended.stop_reason
         self._pending_outputs.append(output)
         if sequence.first_token_time is None:
             sequence.first_token_time = time.monotonic()
-            self.metrics.ttft_s.observe(sequence.first_token_time - sequence.request.arrival_time)
+            self.metrics.observe_first_token(sequence.first_token_time - sequence.request.arrival_time)
         if output.finish_reason is not None:
             sequence.register_pages(self.allocator)
             self._end(sequence, output)

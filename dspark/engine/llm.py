@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,7 +20,15 @@ from dspark.config import (
 from dspark.engine.build import load_engine
 from dspark.engine.engine import Engine
 from dspark.errors import RequestError
-from dspark.request import FinishReason, Request, RequestOutput, SamplingParams, SpeculationStats, TokenLogprobs
+from dspark.request import (
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SpeculationStats,
+    TokenLogprobs,
+    TokenOrigin,
+)
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -39,6 +47,7 @@ class Completion:
     stop_reason: int | str | None  # the stop token id or stop string that ended it
     num_cached_tokens: int  # prompt tokens whose KV was reused
     speculation: SpeculationStats
+    token_origins: list[TokenOrigin]  # of `token_ids`: drafted and accepted, corrected, bonus or plain
     logprobs: list[TokenLogprobs] | None = None  # of `token_ids`, where the request asks for them
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # of `prompt_token_ids`, None for the first
     ttft_s: float  # from the call of `generate` to the first token, waiting included
@@ -185,6 +194,7 @@ class _Gathered:
     prompt: str | None
     text: str = ""
     token_ids: list[int] | None = None
+    token_origins: list[TokenOrigin] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     last: RequestOutput | None = None
@@ -196,6 +206,7 @@ class _Gathered:
             self.token_ids, self.ttft_s = [], elapsed_s
         self.text += output.text
         self.token_ids += output.token_ids
+        self.token_origins += output.token_origins
         if output.logprobs is not None:
             self.logprobs = [*(self.logprobs or ()), *output.logprobs]
         if output.prompt_logprobs is not None:
@@ -211,6 +222,7 @@ class _Gathered:
             prompt_token_ids=list(self.request.prompt_token_ids),
             text=self.text,
             token_ids=self.token_ids or [],
+            token_origins=self.token_origins,
             finish_reason=last.finish_reason,
             error=last.error,
             stop_reason=last.stop_reason,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.errors import RequestError
-from dspark.request import Request, RequestOutput, SpeculationStats, TokenLogprobs
+from dspark.request import Request, RequestOutput, SpeculationStats, TokenLogprobs, TokenOrigin
 from dspark.serving.chat_deltas import delta, message
 from dspark.serving.chat_dialect import AnswerReader, ChatPart
 from dspark.serving.logprobs import HasSpecialTokens, LogprobsWriter, prompt_logprobs_fields
@@ -39,6 +39,7 @@ class _Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    token_origins: list[TokenOrigin] = field(default_factory=list)
     logprobs_writer: LogprobsWriter
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -92,6 +93,7 @@ class Answer:
         choice.token_ids.extend(output.token_ids)
         choice.logprobs.extend(output.logprobs or ())
         choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
+        choice.token_origins.extend(output.token_origins)
         choice.num_cached_tokens, choice.speculation = output.num_cached_tokens, output.speculation
         choice.finish_reason, choice.stop_reason = output.finish_reason, output.stop_reason
         if choice.reader is None:
@@ -109,7 +111,7 @@ class Answer:
             parts = [Content(text)] if choice.reader is None else choice.parts
             content = {"message": message(parts)} if self._is_chat else {"text": text}
             fields = self._choice_fields(choice, content, choice.token_ids, choice.logprobs, has_prompt=True)
-            choices.append(fields)
+            choices.append(fields | self._origin_fields(choice.token_origins))
         name = "chat.completion" if self._is_chat else "text_completion"
         body = {**self._head(name), "choices": choices, "usage": self._usage(), **self._metrics()}
         if self._is_chat:  # the choices of a chat share its prompt
@@ -120,7 +122,8 @@ class Answer:
         """Take in one output and return its events, one for each part; none when it has nothing that was asked for."""
         choice = self._choices[output.request_id]
         parts: Sequence[ChatPart | None] = self.add(output)
-        wants_tokens = self._call.return_token_ids or self._call.has_continuous_usage or output.logprobs is not None
+        wants_tokens = self._call.return_token_ids or self._call.return_token_origins
+        wants_tokens = wants_tokens or self._call.has_continuous_usage or output.logprobs is not None
         has_tokens = (output.token_ids and wants_tokens) or output.prompt_logprobs is not None
         if not parts and (has_tokens or output.finish_reason is not None):
             parts = [Content("") if choice.reader is None else None]
@@ -158,6 +161,7 @@ class Answer:
             content = {"text": (choice.echo or "") + output.text if begins else output.text}
         token_ids, logprobs = (output.token_ids, output.logprobs or ()) if is_first else ((), ())
         fields = self._choice_fields(choice, content, token_ids, logprobs, has_prompt=begins)
+        fields |= self._origin_fields(output.token_origins if is_first else ())
         if not is_last:
             fields |= {"finish_reason": None, "stop_reason": None}
         chunk = {**self._head(self._chunk_name), "choices": [fields]}
@@ -213,6 +217,11 @@ class Answer:
         if num_top is None or entries is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs_fields(self._tokenizer, entries, num_top)}
+
+    def _origin_fields(self, origins: Sequence[TokenOrigin]) -> dict[str, Any]:
+        if not self._call.return_token_origins:
+            return {}
+        return {"token_origins": [{"kind": origin.kind, "proposer": origin.proposer} for origin in origins]}
 
     def _metrics(self) -> dict[str, Any]:
         """Return how drafting went in all choices together, for a call that wants to know."""

@@ -31,6 +31,8 @@ from dspark.serving.admin import admin_route
 from dspark.serving.answers import DONE_EVENT, Answer, error_fields, to_event, to_json
 from dspark.serving.bridge import EngineBridge, EngineFailure, OutputStream
 from dspark.serving.chat_dialect import AnswerReader, chat_dialect
+from dspark.serving.dashboard import dashboard_routes
+from dspark.serving.live_stats import LiveStats
 from dspark.serving.protocol import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     ChatCompletionRequest,
@@ -55,11 +57,14 @@ def create_app(
     """
     api = _Api(bridge, max_body_bytes, chat or ChatConfig())
     routes = [] if admin_key is None else [admin_route(bridge, admin_key)]
+    live = LiveStats(bridge.engine.metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         bridge.start()
+        sampling = asyncio.create_task(live.run())
         yield
+        sampling.cancel()
         await bridge.shutdown(timeout_s=0)
 
     return Starlette(
@@ -71,6 +76,7 @@ def create_app(
             Route("/health", api.health),
             Route("/metrics", api.metrics),
             Route("/version", api.version),
+            *dashboard_routes(bridge, live),
             *routes,
         ],
         exception_handlers={

@@ -164,6 +164,7 @@ class _GenerationRequest(StructureFields, _Model):
     user: str | None = None  # of no effect, as the API has it
     speculation: SpeculationOptions | None = None
     return_token_ids: Annotated[bool, _or_default(False)] = False
+    return_token_origins: Annotated[bool, _or_default(False)] = False  # `token_origins` of each choice
     return_speculation_stats: Annotated[bool, _or_default(False)] = False  # `metrics.speculative_decoding`
 
     def check(self) -> None:
