@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
@@ -122,6 +129,7 @@ class EngineMetrics:
         for reason in FinishReason:  # export zeros from the start, so that rates are right
             self._requests.labels(model_name, reason.value)
         self.registry.register(_OwnNames(self._sources))
+        ProcessCollector(registry=self.registry)  # memory, processor time and open files, where there is /proc
 
     def _add_scheduling(self) -> None:
         """What the planner decides, how right it is, and what becomes of a drafter that fails."""
