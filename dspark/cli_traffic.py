@@ -38,6 +38,10 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the traffic")
+    parser.add_argument(
+        "--rehearse-tokens", type=int, default=256, metavar="N",
+        help="before the traffic run a pass of each size up to this, so that memory can be compared",
+    )  # fmt: skip
     parser.add_argument("--prompts", metavar="SET", default="mixed", help="as for dspark bench")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write the report there as one JSON line")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the run into an .svg or .png file")
@@ -48,7 +52,9 @@ def run_soak_verb(args: argparse.Namespace) -> int:
     """Soak as the flags say; 1 when a bound is missed, 130 after Ctrl-C."""
     from dspark.evaluation.soak import SoakConfig, run_soak
 
-    config = SoakConfig(duration_s=args.duration, num_clients=args.clients, seed=args.seed)
+    config = SoakConfig(
+        duration_s=args.duration, num_clients=args.clients, seed=args.seed, rehearsed_tokens=args.rehearse_tokens
+    )
     return _measure(args, lambda texts, progress: run_soak(config, args.serve_flags, texts, progress=progress))
 
 
@@ -56,7 +62,9 @@ def run_load_verb(args: argparse.Namespace) -> int:
     """Load as the flags say; 1 when a bound is missed, 130 after Ctrl-C."""
     from dspark.evaluation.load_test import LoadConfig, run_load
 
-    config = LoadConfig(duration_s=args.duration, num_streams=args.streams, seed=args.seed)
+    config = LoadConfig(
+        duration_s=args.duration, num_streams=args.streams, seed=args.seed, rehearsed_tokens=args.rehearse_tokens
+    )
     return _measure(args, lambda texts, progress: run_load(config, args.serve_flags, texts, progress=progress))
 
 

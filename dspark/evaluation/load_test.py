@@ -13,8 +13,7 @@ from typing import Any
 
 from dspark.errors import ConfigError
 from dspark.evaluation.http_call import Call, CallResult
-from dspark.evaluation.server_process import running_server
-from dspark.evaluation.soak import served_model
+from dspark.evaluation.server_process import REHEARSED_TOKENS, rehearse, running_server, served_model
 from dspark.evaluation.traffic import CHAT, STREAM
 from dspark.evaluation.traffic_report import Check, Window, common_checks, latency, memory, outcomes, problems, ratio
 from dspark.evaluation.traffic_run import Progress, Run, Session, Worker, run_clients
@@ -39,12 +38,15 @@ class LoadConfig:
     duration_s: float = 120.0
     num_streams: int = 200
     seed: int = 0  # of the prompts
+    rehearsed_tokens: int = REHEARSED_TOKENS  # before the streams: a pass of each size up to this
 
     def __post_init__(self) -> None:
         if not MIN_DURATION_S <= self.duration_s < float("inf"):
             raise ConfigError(f"duration_s ({self.duration_s}) must be at least {MIN_DURATION_S:g}; raise it")
         if self.num_streams < 3:
             raise ConfigError(f"num_streams ({self.num_streams}) must be at least 3, one of each kind; raise it")
+        if self.rehearsed_tokens < 0:
+            raise ConfigError(f"rehearsed_tokens ({self.rehearsed_tokens}) must not be negative; 0 rehearses nothing")
 
     @property
     def num_odd(self) -> int:
@@ -67,6 +69,8 @@ def run_load(
     with running_server([*SERVER_FLAGS, *serve_flags]) as server:
         progress(f"the server is ready at {server.url}")
         model, _ = served_model(server)
+        rehearse(server, load.rehearsed_tokens)
+        progress("all sizes of a pass have been run; the streams begin")
         run = run_clients(
             server,
             load_workers(load, model, texts),

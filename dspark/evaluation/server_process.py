@@ -16,11 +16,15 @@ import httpx
 
 import dspark
 from dspark.errors import DsparkError
+from dspark.evaluation.http_call import OVERLOAD_STATUSES
 
 START_TIMEOUT_S = 300.0  # the machine may have to be measured first
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.1
+CALL_TIMEOUT_S = 300.0
 LOG_LINES = 15  # shown of a server that failed
+REHEARSED_IDS = 50  # token ids that any vocabulary has
+REHEARSED_TOKENS = 256  # of the largest target pass, unless a server is told otherwise
 
 
 @dataclass(kw_only=True)
@@ -64,6 +68,28 @@ def running_server(arguments: Sequence[str]) -> Iterator[ServerProcess]:
         finally:
             process.kill()  # harmless when it has ended
             process.wait()
+
+
+def served_model(server: ServerProcess) -> tuple[str, int]:
+    """Return the name of the model that a server has, and the length of its context."""
+    (model,) = httpx.get(f"{server.url}/v1/models", timeout=CALL_TIMEOUT_S).raise_for_status().json()["data"]
+    return model["id"], model["max_model_len"]
+
+
+def rehearse(server: ServerProcess, num_tokens: int) -> None:
+    """Let a server run a pass of 1 token, of 2, and so on up to `num_tokens`, so that its memory can be compared later.
+
+    On CPU torch makes a kernel for each number of rows that a product gets and keeps it: some hundred megabytes that
+    come with use and then stay. So many prompts of one token make a pass in which all products have so many rows.
+    """
+    model, _ = served_model(server)
+    with httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as client:
+        for size in range(1, num_tokens + 1):
+            prompts = [[1 + i % REHEARSED_IDS] for i in range(size)]
+            body = {"model": model, "prompt": prompts, "max_tokens": 1, "temperature": 0}
+            response = client.post("/v1/completions", json=body)
+            if response.status_code not in (200, *OVERLOAD_STATUSES):  # a short queue does not hold the larger ones
+                raise DsparkError(f"{size} prompts of a token are answered with {response.status_code}: {response.text}")
 
 
 def _wait_ready(process: subprocess.Popen[bytes], out_path: Path, log_path: Path) -> str:

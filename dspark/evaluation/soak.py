@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
-
 from dspark.errors import ConfigError
 from dspark.evaluation.http_call import CallResult, Outcome
-from dspark.evaluation.server_process import ServerProcess, running_server
+from dspark.evaluation.server_process import REHEARSED_TOKENS, rehearse, running_server, served_model
 from dspark.evaluation.traffic import MEASURED, Traffic, canaries
 from dspark.evaluation.traffic_report import Check, Window, common_checks, latency, memory, outcomes, problems, ratio
 from dspark.evaluation.traffic_run import Progress, Run, Session, run_clients
@@ -41,6 +39,7 @@ class SoakConfig:
     duration_s: float = 1200.0
     num_clients: int = 16  # each makes one call after the other
     seed: int = 0  # of the traffic
+    rehearsed_tokens: int = REHEARSED_TOKENS  # before the traffic: a pass of each size up to this
 
     def __post_init__(self) -> None:
         if not MIN_DURATION_S <= self.duration_s < float("inf"):
@@ -49,6 +48,8 @@ class SoakConfig:
             raise ConfigError(f"num_clients ({self.num_clients}) must be at least 1; raise it")
         if self.seed < 0:
             raise ConfigError(f"seed ({self.seed}) must not be negative; choose another")
+        if self.rehearsed_tokens < 0:
+            raise ConfigError(f"rehearsed_tokens ({self.rehearsed_tokens}) must not be negative; 0 rehearses nothing")
 
     @property
     def fault_period_s(self) -> float:
@@ -68,6 +69,8 @@ def run_soak(
     with running_server([*SERVER_FLAGS, *own_flags, *serve_flags]) as server:
         progress(f"the server is ready at {server.url}")
         model, max_model_len = served_model(server)
+        rehearse(server, soak.rehearsed_tokens)
+        progress("all sizes of a pass have been run; the traffic begins")
         traffic = iter(Traffic(model, texts, max_model_len=max_model_len, seed=soak.seed))
 
         async def client(session: Session) -> None:
@@ -97,12 +100,6 @@ def run_soak(
         )
         exit_status = server.stop()
     return soak_report(soak, run, exit_status) | {"serve_flags": [*SERVER_FLAGS, *serve_flags]}
-
-
-def served_model(server: ServerProcess) -> tuple[str, int]:
-    """Return the name of the model that a server has, and the length of its context."""
-    (model,) = httpx.get(f"{server.url}/v1/models", timeout=60).raise_for_status().json()["data"]
-    return model["id"], model["max_model_len"]
 
 
 def soak_report(soak: SoakConfig, run: Run, exit_status: int) -> dict[str, Any]:

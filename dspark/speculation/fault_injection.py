@@ -114,32 +114,26 @@ def random_faults(rate: float, seed: int, kinds: Collection[Fault] = FAULTS) -> 
 
 
 def fault_bursts(
-    groups: Sequence[Collection[Fault]],
+    kinds: Sequence[Fault],
     *,
     rate: float,
     seed: int,
     period_s: float,
     burst_share: float,
-    rehearsal_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> NextFault:
     """Return a `NextFault` that fails a share `rate` of the calls in the last `burst_share` of each period, else none.
 
-    Bursts of the first period have the faults of the first of `groups`, those of the next one of the second, and so on
-    round and round: a time of as many periods as there are groups holds the same whenever it starts. First, in
-    `rehearsal_s` from now, each group comes once, so that what a fault changes for good has changed by then.
+    In the first period, which begins now, calls fail in the first of `kinds`, in the next one in the second, and so on
+    round and round: a time of as many periods as there are kinds holds the same whenever it starts.
     """
-    assert 0.0 < burst_share <= 1.0 and period_s > 0.0 and groups, (burst_share, period_s, groups)
+    assert 0.0 < burst_share <= 1.0 and period_s > 0.0 and kinds, (burst_share, period_s, kinds)
     start = clock()
-    of_group = [random_faults(rate, seed + number, kinds) for number, kinds in enumerate(groups)]
+    of_kind = [random_faults(rate, seed + number, (kind,)) for number, kind in enumerate(kinds)]
 
     def next_fault(call: str) -> Fault | None:
-        elapsed_s = clock() - start
-        if elapsed_s < rehearsal_s:
-            number, share = divmod(elapsed_s / rehearsal_s * len(groups), 1.0)
-        else:
-            number, share = divmod((elapsed_s - rehearsal_s) / period_s, 1.0)
-        return of_group[int(number) % len(groups)](call) if share >= 1.0 - burst_share else None
+        number, share = divmod((clock() - start) / period_s, 1.0)
+        return of_kind[int(number) % len(of_kind)](call) if share >= 1.0 - burst_share else None
 
     return next_fault
 
