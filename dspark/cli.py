@@ -26,6 +26,7 @@ from dspark.cli_evaluation import (
     run_plot,
 )
 from dspark.cli_profile import PROFILE_TEXT, add_profile_flags, run_profile
+from dspark.cli_traffic import LOAD_TEXT, SOAK_TEXT, add_load_flags, add_soak_flags, run_load_verb, run_soak_verb
 from dspark.cli_training import (
     EXPORT_TEXT,
     REGENERATE_TEXT,
@@ -37,7 +38,6 @@ from dspark.cli_training import (
     run_regenerate,
     run_train,
 )
-from dspark.cli_traffic import LOAD_TEXT, SOAK_TEXT, add_load_flags, add_soak_flags, run_load_verb, run_soak_verb
 from dspark.config import DEFAULT_MODEL, EngineConfig
 from dspark.errors import DsparkError
 
@@ -77,7 +77,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     own_verbs = (_add_serve, _add_generate, _add_bench, _add_profile, _add_fetch)
-    for add_verb in (*own_verbs, _add_load, _add_soak, _add_regenerate, _add_train, _add_evaluate, _add_calibrate, _add_plot, _add_export):
+    for add_verb in (
+        *own_verbs,
+        _add_load,
+        _add_soak,
+        _add_regenerate,
+        _add_train,
+        _add_evaluate,
+        _add_calibrate,
+        _add_plot,
+        _add_export,
+    ):
         add_verb(verbs)
     return parser
 

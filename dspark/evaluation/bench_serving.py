@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dspark.config import EngineConfig
 from dspark.errors import ConfigError, DsparkError
 from dspark.evaluation.bench_offline import load_variants, machine_description
 from dspark.evaluation.bench_variant import Variant
-from dspark.evaluation.closed_loop import closed_loop_pass
+from dspark.evaluation.closed_loop import PassResult, closed_loop_pass
 from dspark.evaluation.http_call import Call, CallResult, Outcome, perform
 from dspark.evaluation.prompts import PromptRecord
 from dspark.evaluation.server_process import CALL_TIMEOUT_S, ServerProcess, running_server, served_model
@@ -77,11 +78,12 @@ def run_bench_serving(
         with _server_of(variant.config(config)) as server:
             name, _ = served_model(server)
             calls = [_call(name, ids, bench.max_tokens) for ids in prompt_ids]
-            sides = {
-                "engine": lambda one_pass=engine_pass: one_pass(len(prompt_ids)).tokens_per_s,
-                "http": lambda server=server, calls=calls: http_tokens_per_s(server.url, calls, bench.concurrency),
-            }
-            rates = _interleaved(sides, bench.repeats, lambda line, v=variant: progress(f"{v.name}: {line}"))
+            http_pass = partial(http_tokens_per_s, server.url, calls, bench.concurrency)
+            rates = _interleaved(
+                {"engine": partial(_engine_tokens_per_s, engine_pass, len(prompt_ids)), "http": http_pass},
+                bench.repeats,
+                partial(_named, progress, variant.name),
+            )
             firsts = first_event_ms(server.url, [_call(name, ids, 1) for ids in prompt_ids])
         runs.append({"drafter": variant.name, **summary(rates["engine"], rates["http"], firsts)})
     return {
@@ -90,6 +92,14 @@ def run_bench_serving(
         "settings": asdict(bench) | {"engine": asdict(config)},
         "runs": runs,
     }
+
+
+def _engine_tokens_per_s(one_pass: Callable[[int], PassResult], num_prompts: int) -> float:
+    return one_pass(num_prompts).tokens_per_s
+
+
+def _named(progress: Callable[[str], None], name: str, line: str) -> None:
+    progress(f"{name}: {line}")
 
 
 @contextmanager
@@ -124,7 +134,7 @@ def http_tokens_per_s(url: str, calls: Sequence[Call], concurrency: int) -> floa
     """Return output tokens per second of streams over HTTP, so many at a time, the next starting when one ends."""
 
     async def client(http: httpx.AsyncClient, waiting: Iterator[Call], results: list[CallResult]) -> None:
-        for call in waiting:
+        while (call := next(waiting, None)) is not None:
             results.append(await _answered(http, call))
 
     async def one_pass() -> float:

@@ -89,7 +89,9 @@ def rehearse(server: ServerProcess, num_tokens: int) -> None:
             body = {"model": model, "prompt": prompts, "max_tokens": 1, "temperature": 0}
             response = client.post("/v1/completions", json=body)
             if response.status_code not in (200, *OVERLOAD_STATUSES):  # a short queue does not hold the larger ones
-                raise DsparkError(f"{size} prompts of a token are answered with {response.status_code}: {response.text}")
+                raise DsparkError(
+                    f"{size} prompts of a token are answered with {response.status_code}: {response.text}"
+                )
 
 
 def _wait_ready(process: subprocess.Popen[bytes], out_path: Path, log_path: Path) -> str:
@@ -103,9 +105,7 @@ def _wait_ready(process: subprocess.Popen[bytes], out_path: Path, log_path: Path
             return urls[0]
         time.sleep(POLL_S)
     state = "did not get ready" if process.poll() is None else f"ended with status {process.returncode}"
-    raise DsparkError(
-        f"the server {state}; correct the flags after -- or what its log says:\n{_tail(log_path)}"
-    )
+    raise DsparkError(f"the server {state}; correct the flags after -- or what its log says:\n{_tail(log_path)}")
 
 
 def _check_health(url: str) -> None:

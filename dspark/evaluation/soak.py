@@ -168,9 +168,7 @@ def compare_canaries(results: Sequence[CallResult]) -> tuple[int, list[dict[str,
         num_compared += 1
         was = first[call.kind]
         if (result.texts, result.finish_reasons) != (was.texts, was.finish_reasons):
-            different.append(
-                {"kind": call.kind, "at_s": result.started_s, "first": was.texts, "now": result.texts}
-            )
+            different.append({"kind": call.kind, "at_s": result.started_s, "first": was.texts, "now": result.texts})
     return num_compared, different
 
 

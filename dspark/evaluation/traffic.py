@@ -65,9 +65,7 @@ class Traffic:
             "stop strings": lambda kind: self._chat(kind, stop=[".", "\n", " the"], temperature=0, **STREAM),
             "one token": lambda kind: self._completion(kind, prompt=[5], max_tokens=1, temperature=0),
             "long prompt": lambda kind: self._completion(kind, prompt=self._long_prompt(), temperature=0, **STREAM),
-            "log-probabilities": lambda kind: self._chat(
-                kind, logprobs=True, top_logprobs=5, temperature=0, **STREAM
-            ),
+            "log-probabilities": lambda kind: self._chat(kind, logprobs=True, top_logprobs=5, temperature=0, **STREAM),
             "token bans": lambda kind: self._completion(
                 kind, logit_bias={"7": -100, "11": 3}, bad_words=["the"], min_tokens=4, **SAMPLED
             ),
@@ -115,8 +113,10 @@ class Traffic:
     def _long_prompt(self) -> str:
         """Return a long text that no other call has begun with."""
         room = min(LONG_PROMPT_CHARACTERS, self._max_model_len // 2)
-        parts = [f"{next(self._numbers)}:", *self._random.choices(self._texts, k=1 + room // 40)]
-        return " ".join(parts)[:room]
+        text = f"{next(self._numbers)}:"
+        while len(text) < room:
+            text += f" {self._text()}"
+        return text[:room]
 
 
 def canaries(model: str, texts: Sequence[str]) -> list[Call]:

@@ -68,14 +68,14 @@ def _draw_requests(axes: Axes, samples: Sequence[Mapping[str, float]]) -> None:
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper left")
     pages = axes.twinx()
-    pages.plot(
-        seconds, [one["kv_cache_usage"] for one in samples], color=COLOURS[2], linestyle=LINES[2], linewidth=1.0
-    )
+    pages.plot(seconds, [one["kv_cache_usage"] for one in samples], color=COLOURS[2], linestyle=LINES[2], linewidth=1.0)
     pages.set_ylim(0, 1.05)
     pages.set_ylabel("share of pages")
 
 
 def _draw_times(axes: Axes, name: str, points: Sequence[tuple[float, float]]) -> None:
-    axes.scatter([at for at, _ in points], [value for _, value in points], s=3, color=COLOURS[0], alpha=0.5, linewidth=0)
+    axes.scatter(
+        [at for at, _ in points], [value for _, value in points], s=3, color=COLOURS[0], alpha=0.5, linewidth=0
+    )
     axes.set_yscale("log")
     axes.set_ylabel(f"{name} (ms)")

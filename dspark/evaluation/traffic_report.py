@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -181,5 +181,3 @@ def missed_line(report: Mapping[str, Any]) -> str:
 
 def _shown(value: float | None) -> str:
     return "not measured" if value is None else f"{value:g}"
-
-

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -196,7 +196,9 @@ class _Driver:
                     break
             await asyncio.sleep(REST_POLL_S)
         if latest is None:
-            raise DsparkError(f"the server ended before anything was measured; its log says:\n{self._server.log_tail()}")
+            raise DsparkError(
+                f"the server ended before anything was measured; its log says:\n{self._server.log_tail()}"
+            )
         return latest
 
 
@@ -245,7 +247,7 @@ def _line(session: Session, samples: Sequence[Sample]) -> str:
     last = samples[-1]
     earlier = samples[max(0, len(samples) - 1 - 10)]
     seconds = max(last.at_s - earlier.at_s, SAMPLE_INTERVAL_S)
-    count = {outcome: 0 for outcome in Outcome}
+    count = dict.fromkeys(Outcome, 0)
     for result in session.results:
         count[result.outcome] += 1
     return (
