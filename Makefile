@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 PORT ?= 8000
 ARGS ?=
 
-.PHONY: help setup serve test lint bench sanitize clean
+.PHONY: help setup serve test lint bench load soak sanitize clean
 
 help:
 	@echo "make serve   serve the embedded model on 127.0.0.1:$(PORT)  (PORT=..., ARGS='--drafter none')"
 	@echo "make test    lint, type check and all tests"
 	@echo "make bench   measure drafters against plain decoding  (ARGS='--concurrency 1')"
+	@echo "make load    200 streams on a server for 2 minutes, some slow, some leaving  (ARGS='--streams 50')"
+	@echo "make soak    20 minutes of mixed traffic and faults on a server  (ARGS='--duration 300')"
 	@echo "make sanitize  run the compiled kernels under AddressSanitizer and UBSan"
 	@echo "make clean   remove the virtual environment and caches of tools"
 
@@ -38,11 +40,18 @@ test: lint
 bench: setup
 	$(BIN)/dspark bench --compare-transformers $(ARGS)
 
+load: setup
+	$(BIN)/dspark load --report load.json --plot load.svg $(ARGS)
+
+soak: setup
+	$(BIN)/dspark soak --report soak.json --plot soak.svg $(ARGS)
+
 sanitize:
 	mkdir -p build
 	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=all \
 		tests/csrc/check_kernels.cpp dspark/csrc/kernels_avx2.cpp dspark/csrc/kernels_avx512.cpp -o build/check_kernels
 	build/check_kernels
+
 
 clean:
 	rm -rf $(VENV) build dspark/_kernels*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

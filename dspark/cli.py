@@ -7,9 +7,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dspark import __version__
 from dspark.cli_bench import BENCH_TEXT, add_bench_flags, run_bench_verb
@@ -26,6 +26,7 @@ from dspark.cli_evaluation import (
     run_plot,
 )
 from dspark.cli_profile import PROFILE_TEXT, add_profile_flags, run_profile
+from dspark.cli_traffic import LOAD_TEXT, SOAK_TEXT, add_load_flags, add_soak_flags, run_load_verb, run_soak_verb
 from dspark.cli_training import (
     EXPORT_TEXT,
     REGENERATE_TEXT,
@@ -37,20 +38,26 @@ from dspark.cli_training import (
     run_regenerate,
     run_train,
 )
-from dspark.config import DEFAULT_MODEL
+from dspark.config import DEFAULT_MODEL, EngineConfig
 from dspark.errors import DsparkError
+
+if TYPE_CHECKING:
+    from dspark.engine.build import ReadyEngine
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+def main(argv: Sequence[str] | None = None, *, run: Callable[[argparse.Namespace], int] | None = None) -> int:
+    """Run one verb and return the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C.
+
+    `run` takes the parsed flags in place of the verb's own function.
+    """
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return args.run(args)
+        return (run or args.run)(args)
     except DsparkError as error:
         print(f"dspark: error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -70,7 +77,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dspark {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     own_verbs = (_add_serve, _add_generate, _add_bench, _add_profile, _add_fetch)
-    for add_verb in (*own_verbs, _add_regenerate, _add_train, _add_evaluate, _add_calibrate, _add_plot, _add_export):
+    for add_verb in (
+        *own_verbs,
+        _add_load,
+        _add_soak,
+        _add_regenerate,
+        _add_train,
+        _add_evaluate,
+        _add_calibrate,
+        _add_plot,
+        _add_export,
+    ):
         add_verb(verbs)
     return parser
 
@@ -131,6 +148,14 @@ def _add_fetch(verbs: Any) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve --model")
 
 
+def _add_load(verbs: Any) -> None:
+    add_load_flags(_add_verb(verbs, "load", run_load_verb, LOAD_TEXT))
+
+
+def _add_soak(verbs: Any) -> None:
+    add_soak_flags(_add_verb(verbs, "soak", run_soak_verb, SOAK_TEXT))
+
+
 def _add_regenerate(verbs: Any) -> None:
     parser = _add_verb(verbs, "regenerate", _regenerate, REGENERATE_TEXT)
     add_regenerate_flags(parser)
@@ -158,7 +183,13 @@ def _add_export(verbs: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from dspark.engine.build import ReadyEngine, load_ready_engine
+    from dspark.engine.build import load_ready_engine
+
+    return serve(args, load_ready_engine)
+
+
+def serve(args: argparse.Namespace, load_engine: Callable[[EngineConfig], ReadyEngine]) -> int:
+    """Serve as the flags of `dspark serve` say what `load_engine` makes of their settings."""
     from dspark.serving.server import run_server
 
     config = engine_config(args)
@@ -166,7 +197,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     def load() -> ReadyEngine:
         nonlocal model_name
-        ready = load_ready_engine(config)
+        ready = load_engine(config)
         model_name = ready.engine.model_name
         return ready
 

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 BENCH_TEXT = (
     "Measure drafters against plain decoding, interleaved in one run; a table, then one JSON line, which dspark plot "
-    "draws. With --jump measure what happens when the load jumps."
+    "draws. With --jump measure what happens when the load jumps, with --serving what HTTP costs on top of the engine."
 )
 CONCURRENCY = "1,4,16"
 BUILT_IN_PROMPTS = 16  # used of a built-in set unless --num-prompts says otherwise
-# Flags that say nothing about a jump.
+SERVING_CONCURRENCY = 16
+# Flags that say nothing about a jump, or about serving.
 _NOT_OF_A_JUMP = {"concurrency": None, "seed": None, "compare_transformers": False}
+_NOT_OF_SERVING = {"jump": None, "temperature": "0", "seed": None, "compare_transformers": False}
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,11 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jump", type=_jump, metavar="N:M",
         help="serve N requests at a time, then M from one step to the next, and measure the steps around that",
+    )  # fmt: skip
+    parser.add_argument(
+        "--serving", action="store_true",
+        help="measure a server process against the engine in this one: throughput at one --concurrency (None: "
+        f"{SERVING_CONCURRENCY}), and time to first byte at one stream",
     )  # fmt: skip
     parser.add_argument(
         "--prompts", metavar="SET", default="mixed",
@@ -73,7 +80,8 @@ def run_bench_verb(args: argparse.Namespace) -> int:
     def progress(line: str) -> None:
         status.print(line, highlight=False)
 
-    (_run_bench if args.jump is None else _run_jump)(args, settings, prompts, progress, console)
+    run = _run_serving if args.serving else _run_bench if args.jump is None else _run_jump
+    run(args, settings, prompts, progress, console)
     return 0
 
 
@@ -109,11 +117,7 @@ def _run_jump(
     progress: Callable[[str], None],
     console: Console,
 ) -> None:
-    for name, default in _NOT_OF_A_JUMP.items():
-        if getattr(args, name) != default:
-            raise DsparkError(
-                f"--{name.replace('_', '-')} ({getattr(args, name)}) does not go with --jump; leave it out"
-            )
+    _refuse(args, _NOT_OF_A_JUMP, "--jump")
 
     from dspark.evaluation.load_jump import JumpConfig, print_jumps, run_jump
 
@@ -124,6 +128,37 @@ def _run_jump(
     jump = JumpConfig(**settings, before=before, after=after)
     report = run_jump(engine_config(args), jump, prompts[: num_prompts[0] if num_prompts else None], progress=progress)
     print_jumps(report | {"command": ["dspark", *sys.argv[1:]]}, console)
+
+
+def _run_serving(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    prompts: list[PromptRecord],
+    progress: Callable[[str], None],
+    console: Console,
+) -> None:
+    _refuse(args, _NOT_OF_SERVING, "--serving")
+
+    from dspark.evaluation.bench_serving import ServingBenchConfig, print_serving, run_bench_serving
+
+    concurrency = _numbers("--concurrency", args.concurrency or str(SERVING_CONCURRENCY), int, "16")
+    num_prompts = _num_prompts(args) or (len(prompts),)
+    for flag, numbers in (("--concurrency", concurrency), ("--num-prompts", num_prompts)):
+        if len(numbers) > 1:
+            raise DsparkError(f"{flag} ({','.join(map(str, numbers))}) must be one number with --serving")
+    settings.pop("temperatures")
+    bench = ServingBenchConfig(**settings, concurrency=concurrency[0], num_prompts=num_prompts[0])
+    report = run_bench_serving(engine_config(args), bench, prompts, progress=progress)
+    print_serving(report | {"command": ["dspark", *sys.argv[1:]]}, console)
+
+
+def _refuse(args: argparse.Namespace, defaults: dict[str, Any], mode: str) -> None:
+    """Raise `DsparkError` for a flag that says nothing in this mode."""
+    for name, default in defaults.items():
+        if getattr(args, name) != default:
+            raise DsparkError(
+                f"--{name.replace('_', '-')} ({getattr(args, name)}) does not go with {mode}; leave it out"
+            )
 
 
 def _num_prompts(args: argparse.Namespace) -> tuple[int, ...] | None:

@@ -7,7 +7,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
@@ -121,6 +128,7 @@ class EngineMetrics:
         for reason in FinishReason:  # export zeros from the start, so that rates are right
             self._requests.labels(model_name, reason.value)
         self.registry.register(_OwnNames(self._sources))
+        ProcessCollector(registry=self.registry)  # memory, processor time and open files, where there is /proc
 
     def _add_latencies(self) -> None:
         self.ttft_s = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.")

@@ -113,6 +113,31 @@ def random_faults(rate: float, seed: int, kinds: Collection[Fault] = FAULTS) -> 
     return lambda _: generator.choice(choices) if generator.random() < rate else None
 
 
+def fault_bursts(
+    kinds: Sequence[Fault],
+    *,
+    rate: float,
+    seed: int,
+    period_s: float,
+    burst_share: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> NextFault:
+    """Return a `NextFault` that fails a share `rate` of the calls in the last `burst_share` of each period, else none.
+
+    In the first period, which begins now, calls fail in the first of `kinds`, in the next one in the second, and so on
+    round and round: a time of as many periods as there are kinds holds the same whenever it starts.
+    """
+    assert 0.0 < burst_share <= 1.0 and period_s > 0.0 and kinds, (burst_share, period_s, kinds)
+    start = clock()
+    of_kind = [random_faults(rate, seed + number, (kind,)) for number, kind in enumerate(kinds)]
+
+    def next_fault(call: str) -> Fault | None:
+        number, share = divmod((clock() - start) / period_s, 1.0)
+        return of_kind[int(number) % len(of_kind)](call) if share >= 1.0 - burst_share else None
+
+    return next_fault
+
+
 def _spoilt(draft: Draft, fault: Fault | None) -> Draft:
     if fault == "wrong_ids":
         return replace(draft, token_ids=[-1 for _ in draft.token_ids])

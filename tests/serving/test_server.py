@@ -209,6 +209,14 @@ def test_taken_port_is_named_with_the_flag_to_use() -> None:
             bind_socket("127.0.0.1", port)
 
 
+def test_accepted_connections_send_small_events_at_once() -> None:
+    """Without TCP_NODELAY an event waits for the acknowledgement of the one before, up to 40 ms."""
+    with bind_socket("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname(), timeout=10):
+        accepted, _ = sock.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 def test_taken_port_shows_before_the_engine_is_loaded() -> None:
     def load_engine() -> Any:
         raise AssertionError("loaded")

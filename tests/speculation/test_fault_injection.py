@@ -11,7 +11,7 @@ import torch
 from toys import FunctionProposer, hashed_rule, soft_proposer
 
 from dspark.request import SamplingParams
-from dspark.speculation.fault_injection import FAULTS, Fault, FaultyProposer, InjectedFault, random_faults
+from dspark.speculation.fault_injection import FAULTS, Fault, FaultyProposer, InjectedFault, fault_bursts, random_faults
 from dspark.speculation.proposal import Draft, DraftContext
 
 VOCAB = 8
@@ -98,3 +98,13 @@ def test_random_faults_come_as_often_and_of_such_kinds_as_asked_and_again_with_t
     assert 900 < 4000 - drawn[None] < 1100
     assert set(drawn) == {None, *FAULTS}
     assert {random_faults(1.0, seed=0, kinds=["nan"])("propose")} == {"nan"}
+
+
+def test_bursts_come_at_the_end_of_each_period_with_one_kind_after_the_other():
+    now = 100.0
+    fault = fault_bursts(("raise", "slow"), rate=1.0, seed=0, period_s=10.0, burst_share=0.2, clock=lambda: now)
+    seen = []
+    for elapsed_s in (0.0, 7.9, 8.1, 9.9, 10.0, 18.1, 28.1):
+        now = 100.0 + elapsed_s
+        seen.append(fault("propose"))
+    assert seen == [None, None, "raise", "raise", None, "slow", "raise"]
