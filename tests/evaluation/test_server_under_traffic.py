@@ -39,8 +39,9 @@ def test_a_soak_reports_what_happened_and_draws_it(
     assert main(["soak", *flags, *files, *server]) in (0, 1)
     report = json.loads((tmp_path / "soak.json").read_text())
     missed = {check["name"] for check in report["checks"] if not check["is_met"]}
-    # "faults": whether one of the short bursts meets a call is a matter of the machine's speed.
-    assert all("per first" in name or name in ("growth of memory", "faults of the drafter") for name in missed), missed
+    # Whether one of the short bursts meets a call, and a canary comes twice, is a matter of the machine's speed.
+    needs_time = {"growth of memory", "faults of the drafter", "answers of canaries compared"}
+    assert all("per first" in name or name in needs_time for name in missed), missed
     assert report["problems"] == []
     assert report["exit_status"] == 0
     assert "times to first token (ms)" in (tmp_path / "soak.svg").read_text()

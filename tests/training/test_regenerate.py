@@ -187,12 +187,13 @@ def test_the_end_of_the_context_cuts_an_answer_as_max_tokens_does(
 def test_a_prompt_that_cannot_be_served_is_reported_and_the_others_are_answered(
     run: Callable[..., RegenerateResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run([{"prompt": "x"}, {"prompt": "x" * 64}, {"messages": [{"role": "tool", "content": "x"}]}])
+    unknown = [{"role": "critic", "content": "x"}, {"role": "user", "content": "x"}]
+    result = run([{"prompt": "x"}, {"prompt": "x" * 64}, {"messages": unknown}])
     assert [r["index"] for r in records(tmp_path / "out.jsonl")] == [0]
     assert result.num_failed == 2
     err = capsys.readouterr().err
     assert "prompts.jsonl, line 2: no answer: the prompt has 64 tokens, the context holds 64" in err
-    assert "prompts.jsonl, line 3: no answer: the chat template knows no role 'tool'" in err
+    assert "prompts.jsonl, line 3: no answer: the chat template knows no role 'critic'" in err
     assert "1 answers of 11 tokens" in err
 
 
