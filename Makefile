@@ -52,6 +52,5 @@ sanitize:
 		tests/csrc/check_kernels.cpp dspark/csrc/kernels_avx2.cpp dspark/csrc/kernels_avx512.cpp -o build/check_kernels
 	build/check_kernels
 
-
 clean:
 	rm -rf $(VENV) build dspark/_kernels*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -121,12 +121,10 @@ def _run_jump(
 
     from dspark.evaluation.load_jump import JumpConfig, print_jumps, run_jump
 
-    num_prompts = _num_prompts(args)
-    if num_prompts is not None and len(num_prompts) > 1:
-        raise DsparkError(f"--num-prompts ({args.num_prompts}) must be one number with --jump")
+    num_prompts = _only("--num-prompts", _num_prompts(args) or (len(prompts),), "--jump")
     before, after = args.jump
     jump = JumpConfig(**settings, before=before, after=after)
-    report = run_jump(engine_config(args), jump, prompts[: num_prompts[0] if num_prompts else None], progress=progress)
+    report = run_jump(engine_config(args), jump, prompts[:num_prompts], progress=progress)
     print_jumps(report | {"command": ["dspark", *sys.argv[1:]]}, console)
 
 
@@ -142,14 +140,21 @@ def _run_serving(
     from dspark.evaluation.bench_serving import ServingBenchConfig, print_serving, run_bench_serving
 
     concurrency = _numbers("--concurrency", args.concurrency or str(SERVING_CONCURRENCY), int, "16")
-    num_prompts = _num_prompts(args) or (len(prompts),)
-    for flag, numbers in (("--concurrency", concurrency), ("--num-prompts", num_prompts)):
-        if len(numbers) > 1:
-            raise DsparkError(f"{flag} ({','.join(map(str, numbers))}) must be one number with --serving")
     settings.pop("temperatures")
-    bench = ServingBenchConfig(**settings, concurrency=concurrency[0], num_prompts=num_prompts[0])
+    bench = ServingBenchConfig(
+        **settings,
+        concurrency=_only("--concurrency", concurrency, "--serving"),
+        num_prompts=_only("--num-prompts", _num_prompts(args) or (len(prompts),), "--serving"),
+    )
     report = run_bench_serving(engine_config(args), bench, prompts, progress=progress)
     print_serving(report | {"command": ["dspark", *sys.argv[1:]]}, console)
+
+
+def _only(flag: str, numbers: tuple[int, ...], mode: str) -> int:
+    """Return the one number of a flag. Raises `DsparkError` where there are more."""
+    if len(numbers) > 1:
+        raise DsparkError(f"{flag} ({','.join(map(str, numbers))}) must be one number with {mode}")
+    return numbers[0]
 
 
 def _refuse(args: argparse.Namespace, defaults: dict[str, Any], mode: str) -> None:

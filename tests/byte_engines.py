@@ -94,11 +94,12 @@ def byte_engine(
 
 
 @contextmanager
-def live_server(engine: Any, **app_options: Any) -> Iterator[str]:
-    """Serve an engine on a free port in a thread; yields the URL."""
+def live_server(engine: Any, *, wrap: Callable[[Any], Any] = lambda app: app, **app_options: Any) -> Iterator[str]:
+    """Serve an engine on a free port in a thread; yields the URL. `wrap` puts something around the application."""
     bridge = EngineBridge(engine)
     with bind_socket("127.0.0.1", 0) as sock:
-        config = uvicorn.Config(create_app(bridge, **app_options), lifespan="on", log_config=None, access_log=False)
+        app = wrap(create_app(bridge, **app_options))
+        config = uvicorn.Config(app, lifespan="on", log_config=None, access_log=False)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

@@ -57,12 +57,19 @@ void check_floats(const Tensor& t, const char* name) {
               " must be contiguous float32 on the CPU, not ", t.toString(), " ", t.sizes());
 }
 
+int64_t panel_count(int64_t num_outputs) { return (num_outputs + kLanes - 1) / kLanes; }
+
+void check_pool(const Tensor& pool) {
+  check_floats(pool, "pool");
+  TORCH_CHECK(pool.dim() == 5 && pool.size(2) == 2, "pool must be [pages, page_size, 2, KVH, Dh], not ", pool.sizes());
+}
+
 LinearArgs weight_args(const Tensor& packed, const std::optional<Tensor>& scales, int64_t format, int64_t num_inputs,
                        int64_t num_outputs) {
   TORCH_CHECK(format >= 0 && format <= static_cast<int64_t>(Format::kQ4_1), "no format ", format);
   LinearArgs a{};
   a.format = static_cast<Format>(format);
-  const int64_t num_panels = (num_outputs + kLanes - 1) / kLanes;
+  const int64_t num_panels = panel_count(num_outputs);
   TORCH_CHECK(num_inputs > 0 && num_outputs > 0, "empty weights ", num_outputs, " x ", num_inputs);
   TORCH_CHECK(format < static_cast<int64_t>(Format::kQ8_0) || num_inputs % kBlock == 0, "block formats take inputs in ",
               kBlock, "s, not ", num_inputs);
@@ -93,7 +100,7 @@ void run_linear(LinearArgs& a, const Tensor& x, const std::optional<Tensor>& bia
   a.num_rows = x.size(0);
   if (a.num_rows == 0) return;
   const Kernels& k = kernels();
-  const int64_t num_panels = (a.num_outputs + kLanes - 1) / kLanes;
+  const int64_t num_panels = panel_count(a.num_outputs);
   // Panels go to threads in pairs; what a thread gets is one stretch of memory.
   at::parallel_for(0, (num_panels + 1) / 2, 1, [&](int64_t begin, int64_t end) {
     k.linear(a, begin * 2, std::min(end * 2, num_panels));
@@ -173,8 +180,7 @@ Tensor silu_mul(const Tensor& x) {
 void rotate_and_store(Tensor qkv, const Tensor& phases, Tensor pool, const Tensor& slots, int64_t num_heads) {
   check_floats(qkv, "qkv");
   check_floats(phases, "phases");
-  check_floats(pool, "pool");
-  TORCH_CHECK(pool.dim() == 5 && pool.size(2) == 2, "pool must be [pages, page_size, 2, KVH, Dh], not ", pool.sizes());
+  check_pool(pool);
   const int64_t num_kv_heads = pool.size(3), dim = pool.size(4), num_tokens = qkv.size(0);
   const int64_t width = (num_heads + 2 * num_kv_heads) * dim, num_slots = pool.size(0) * pool.size(1);
   TORCH_CHECK(qkv.dim() == 2 && qkv.size(1) == width, "qkv must be ", width, " wide, not ", qkv.sizes());
@@ -210,8 +216,7 @@ void rotate_and_store(Tensor qkv, const Tensor& phases, Tensor pool, const Tenso
 Tensor attention(const Tensor& qkv, const Tensor& pool, const Tensor& pages, const Tensor& page_starts,
                  const Tensor& positions, int64_t num_heads, int64_t window, double scale, double softcap) {
   check_floats(qkv, "qkv");
-  check_floats(pool, "pool");
-  TORCH_CHECK(pool.dim() == 5 && pool.size(2) == 2, "pool must be [pages, page_size, 2, KVH, Dh], not ", pool.sizes());
+  check_pool(pool);
   for (const Tensor* t : {&pages, &page_starts, &positions})
     TORCH_CHECK(t->scalar_type() == at::kLong && t->is_contiguous() && t->dim() == 1, "page tables must be int64");
   AttentionArgs a{};

@@ -204,17 +204,16 @@ class Engine:
         if any(row.sequence.num_unscored for row in rows):
             with self._timed("score"):
                 self.compute.run(lambda: score_prompts(rows, self.runner))
-        judged = zip(sampled_rows(rows), results, strict=True)
+        judged = list(zip(sampled_rows(rows), results, strict=True))
         num_emitted = [len(result.token_ids) for row, result in judged if row.is_round]
         size = StepSize().plus((r.sequence.num_computed, r.num_tokens + len(r.draft.token_ids)) for r in rows)
-        sampled = sampled_rows(rows)
         if self.drafting is not None:
             with self._timed("features"):
                 self.drafting.take_features(rows, results, self.runner, self._phase_s["forward"])
         with self._timed("output"):
             for row in rows:
                 row.sequence.num_computed += row.num_tokens
-            for row, result in zip(sampled, results, strict=True):
+            for row, result in judged:
                 self._commit(row, result)
             for row in rows:
                 if row.sequence.page_ids:  # ended sequences registered theirs before giving them back

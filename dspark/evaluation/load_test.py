@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from dspark.errors import ConfigError
 from dspark.evaluation.http_call import Call, CallResult
-from dspark.evaluation.server_process import REHEARSED_TOKENS, rehearse, running_server, served_model
+from dspark.evaluation.server_process import rehearse, running_server, served_model
 from dspark.evaluation.traffic import CHAT, STREAM
-from dspark.evaluation.traffic_report import Check, Window, common_checks, latency, memory, outcomes, problems, ratio
-from dspark.evaluation.traffic_run import Progress, Run, Session, Worker, run_clients
+from dspark.evaluation.traffic_report import Check, Window, common_checks, common_report, latency, memory, ratio
+from dspark.evaluation.traffic_run import Progress, Run, Session, TrafficConfig, Worker, run_clients
 
 WARM_UP_SHARE = 0.2  # of the duration: every stream has begun
 MEMORY_SHARE = 0.1
@@ -28,25 +28,21 @@ NUM_TOP_LOGPROBS = 20  # of slow readers: long events, so that buffers fill
 MAX_SLOWER = 1.1
 SERVER_FLAGS = ("--log-level", "warning", "--cache-tokens", "32768")
 STEADY, HANGS_UP, SLOW = "steady stream", "hangs up", "reads slowly"
-MIN_DURATION_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig:
-    """How long and how hard."""
+class LoadConfig(TrafficConfig):
+    """How long and how hard; `seed` is that of the prompts."""
+
+    min_duration_s: ClassVar[float] = 5.0
 
     duration_s: float = 120.0
     num_streams: int = 200
-    seed: int = 0  # of the prompts
-    rehearsed_tokens: int = REHEARSED_TOKENS  # before the streams: a pass of each size up to this
 
     def __post_init__(self) -> None:
-        if not MIN_DURATION_S <= self.duration_s < float("inf"):
-            raise ConfigError(f"duration_s ({self.duration_s}) must be at least {MIN_DURATION_S:g}; raise it")
+        super().__post_init__()
         if self.num_streams < 3:
             raise ConfigError(f"num_streams ({self.num_streams}) must be at least 3, one of each kind; raise it")
-        if self.rehearsed_tokens < 0:
-            raise ConfigError(f"rehearsed_tokens ({self.rehearsed_tokens}) must not be negative; 0 rehearses nothing")
 
     @property
     def num_odd(self) -> int:
@@ -143,26 +139,12 @@ def load_report(load: LoadConfig, run: Run, exit_status: int) -> dict[str, Any]:
         *common_checks(run, exit_status, used["drift"]),
         Check(name="time per token of steady streams, rough per calm", value=slower, high=MAX_SLOWER),
     ]
-    return {
-        "kind": "load",
-        "settings": asdict(load),
-        "duration_s": round(run.duration_s, 1),
-        "is_interrupted": run.is_interrupted,
-        "outcomes": outcomes(run.results),
-        "problems": problems(run.results),
-        "latency": {
-            name: {"ms_per_token_and_stream": pace_ms[name], **latency(run.results, (STEADY,), windows[name])}
-            for name in halves
-        },
-        "memory": used,
-        "most_running": most_running,
-        "windows": {name: asdict(window) for name, window in windows.items()},
-        "before": asdict(run.before),
-        "after": asdict(run.after),
-        "exit_status": exit_status,
-        "checks": [check.to_json() for check in checks],
-        "samples": [asdict(sample) for sample in run.samples],
+    latencies = {
+        name: {"ms_per_token_and_stream": pace_ms[name], **latency(run.results, (STEADY,), windows[name])}
+        for name in halves
     }
+    report = common_report("load", load, run, exit_status, windows=windows, checks=checks)
+    return report | {"latency": latencies, "memory": used, "most_running": most_running}
 
 
 def pace(results: Sequence[CallResult], num_streams: int, window: Window) -> float | None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from dspark.errors import ConfigError
 from dspark.evaluation.http_call import CallResult, Outcome
-from dspark.evaluation.server_process import REHEARSED_TOKENS, rehearse, running_server, served_model
+from dspark.evaluation.server_process import rehearse, running_server, served_model
 from dspark.evaluation.traffic import MEASURED, Traffic, canaries
-from dspark.evaluation.traffic_report import Check, Window, common_checks, latency, memory, outcomes, problems, ratio
-from dspark.evaluation.traffic_run import Progress, Run, Session, run_clients
+from dspark.evaluation.traffic_report import Check, Window, common_checks, common_report, latency, memory, ratio
+from dspark.evaluation.traffic_run import Progress, Run, Session, TrafficConfig, run_clients
 
 # Shares of the duration; of 20 minutes: 1 minute, 5 minutes, 1 minute, 75 seconds.
 WARM_UP_SHARE = 1 / 20
@@ -29,27 +29,23 @@ MAX_LATENCY_CHANGE = 0.1
 CANARY_PAUSE_S = 0.2
 # Few pages, so that prefixes are evicted and requests sent back, and all are touched before memory is compared.
 SERVER_FLAGS = ("--log-level", "warning", "--cache-tokens", "8192")
-MIN_DURATION_S = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoakConfig:
-    """How long and how hard."""
+class SoakConfig(TrafficConfig):
+    """How long and how hard; `seed` is that of the traffic."""
+
+    min_duration_s: ClassVar[float] = 8.0
 
     duration_s: float = 1200.0
     num_clients: int = 16  # each makes one call after the other
-    seed: int = 0  # of the traffic
-    rehearsed_tokens: int = REHEARSED_TOKENS  # before the traffic: a pass of each size up to this
 
     def __post_init__(self) -> None:
-        if not MIN_DURATION_S <= self.duration_s < float("inf"):
-            raise ConfigError(f"duration_s ({self.duration_s}) must be at least {MIN_DURATION_S:g}; raise it")
+        super().__post_init__()
         if self.num_clients < 1:
             raise ConfigError(f"num_clients ({self.num_clients}) must be at least 1; raise it")
         if self.seed < 0:
             raise ConfigError(f"seed ({self.seed}) must not be negative; choose another")
-        if self.rehearsed_tokens < 0:
-            raise ConfigError(f"rehearsed_tokens ({self.rehearsed_tokens}) must not be negative; 0 rehearses nothing")
 
     @property
     def fault_period_s(self) -> float:
@@ -119,22 +115,10 @@ def soak_report(soak: SoakConfig, run: Run, exit_status: int) -> dict[str, Any]:
             for name in LATENCIES
         ),
     ]
-    return {
-        "kind": "soak",
-        "settings": asdict(soak),
-        "duration_s": round(run.duration_s, 1),
-        "is_interrupted": run.is_interrupted,
-        "outcomes": outcomes(run.results),
-        "problems": problems(run.results),
+    return common_report("soak", soak, run, exit_status, windows=windows, checks=checks) | {
         "latency": times,
         "memory": used,
         "canaries": {"num_compared": num_answers, "different": different[:3]},
-        "windows": {name: asdict(window) for name, window in windows.items()},
-        "before": asdict(run.before),
-        "after": asdict(run.after),
-        "exit_status": exit_status,
-        "checks": [check.to_json() for check in checks],
-        "samples": [asdict(sample) for sample in run.samples],
         "times": measured_times(run.results, MEASURED),
     }
 

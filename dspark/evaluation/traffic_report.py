@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dspark.evaluation.http_call import CallResult, Outcome
-from dspark.evaluation.traffic_run import Run, Sample
+from dspark.evaluation.traffic_run import Run, Sample, TrafficConfig
 
 MAX_EXAMPLES = 3  # shown of each kind of problem
 MAX_MEMORY_DRIFT = 0.02
@@ -144,6 +144,32 @@ def common_checks(run: Run, exit_status: int, memory_drift: float | None) -> lis
         Check(name="growth of memory", value=memory_drift, high=MAX_MEMORY_DRIFT),
         Check(name="exit status of the server", value=exit_status, low=0, high=0),
     ]
+
+
+def common_report(
+    kind: str,
+    config: TrafficConfig,
+    run: Run,
+    exit_status: int,
+    *,
+    windows: Mapping[str, Window],
+    checks: Sequence[Check],
+) -> dict[str, Any]:
+    """Return what every report says of its run, as JSON values."""
+    return {
+        "kind": kind,
+        "settings": asdict(config),
+        "duration_s": round(run.duration_s, 1),
+        "is_interrupted": run.is_interrupted,
+        "outcomes": outcomes(run.results),
+        "problems": problems(run.results),
+        "windows": {name: asdict(window) for name, window in windows.items()},
+        "before": asdict(run.before),
+        "after": asdict(run.after),
+        "exit_status": exit_status,
+        "checks": [check.to_json() for check in checks],
+        "samples": [asdict(sample) for sample in run.samples],
+    }
 
 
 def is_good(report: Mapping[str, Any]) -> bool:

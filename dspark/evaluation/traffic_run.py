@@ -9,18 +9,18 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from dspark.errors import DsparkError
+from dspark.errors import ConfigError, DsparkError
 from dspark.evaluation.http_call import Call, CallResult, Outcome, perform
-from dspark.evaluation.server_process import ServerProcess
+from dspark.evaluation.server_process import CALL_TIMEOUT_S, REHEARSED_TOKENS, ServerProcess
 
 SAMPLE_INTERVAL_S = 1.0
 REST_TIMEOUT_S = 30.0  # until nothing runs any more after the last client has gone
 REST_POLL_S = 0.1
-CALL_TIMEOUT_S = 300.0
 FAILED_PAUSE_S = 0.5  # a client whose call failed waits so long, lest a dead server is asked all the time
 MAX_RETRY_PAUSE_S = 5.0
 SLOW_RECEIVE_BYTES = 4096  # socket buffer of clients that read slowly
@@ -35,6 +35,23 @@ _METRICS = {
     "dspark:drafter_failures_total": "num_drafter_failures",
     "dspark:breaker_changes_total": "num_breaker_changes",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficConfig:
+    """What a load test and a soak have in common."""
+
+    min_duration_s: ClassVar[float]
+
+    duration_s: float
+    seed: int = 0
+    rehearsed_tokens: int = REHEARSED_TOKENS  # before the clients begin: a pass of each size up to this
+
+    def __post_init__(self) -> None:
+        if not self.min_duration_s <= self.duration_s < float("inf"):
+            raise ConfigError(f"duration_s ({self.duration_s}) must be at least {self.min_duration_s:g}; raise it")
+        if self.rehearsed_tokens < 0:
+            raise ConfigError(f"rehearsed_tokens ({self.rehearsed_tokens}) must not be negative; 0 rehearses nothing")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from dspark.errors import CheckpointError, ConfigError
 from dspark.models.decoder import Decoder
 from dspark.models.drafter_config import DrafterConfig
 from dspark.models.drafter_formats import DEEPSPEC, SPECULATORS, config_json, drafter_config_from
+from dspark.models.kernels import dtype_name
 from dspark.models.weights import CheckpointTensors
 
 EMBEDDING = "embed_tokens.weight"
@@ -171,8 +172,7 @@ def save_drafter(
     stored = _stored_tensors(config, tensors, layout, dtype)
     if without_head:
         stored.pop(HEAD, None)
-    dtype_name = str(stored["fc.weight"].dtype).removeprefix("torch.")
-    written = config_json(config, layout, dtype=dtype_name)
+    written = config_json(config, layout, dtype=dtype_name(stored["fc.weight"].dtype))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists already; choose another folder or remove it")
     try:

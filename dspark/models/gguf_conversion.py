@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from dspark.errors import CheckpointError, first_line
 from dspark.models.gguf_blocks import write_blocks
+from dspark.models.kernels import exact_dtype
 from dspark.models.model_config import decoder_config_from, read_json_object, reraise_interrupt
 
 # Part of the folder's name: raise it when the conversion changes, so that old results are not used.
@@ -136,7 +136,7 @@ def _convert_model(gguf_path: Path, folder: Path, *, num_tensors: int) -> None:
         )
     is_tied = model.config.tie_word_embeddings
     tensors = {
-        name: _smallest_exact(tensor)
+        name: tensor.to(exact_dtype(tensor)).contiguous()
         for name, tensor in model.state_dict().items()
         if not (is_tied and name == "lm_head.weight")
     }
@@ -147,15 +147,6 @@ def _convert_model(gguf_path: Path, folder: Path, *, num_tensors: int) -> None:
         )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_blocks(gguf_path, folder, tensors, head_dim=config.head_dim)
-
-
-def _smallest_exact(tensor: Tensor) -> Tensor:
-    """Return `tensor` in the smallest float type that holds each of its values exactly."""
-    for dtype in (torch.float16, torch.bfloat16):
-        smaller = tensor.to(dtype)
-        if torch.equal(smaller.to(tensor.dtype), tensor):
-            return smaller.contiguous()
-    return tensor.contiguous()
 
 
 def _convert_tokenizer(gguf_path: Path, folder: Path, metadata: dict[str, Any]) -> None:

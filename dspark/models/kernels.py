@@ -114,12 +114,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def exact_format(weight: Tensor) -> WeightFormat:
-    """Return the smallest float format that holds each value of `weight` exactly."""
-    for dtype, weight_format in FLOAT_FORMATS.items():
+def exact_dtype(weight: Tensor) -> torch.dtype:
+    """Return the smallest float type that holds each value of `weight` exactly."""
+    for dtype in FLOAT_FORMATS:
         if torch.equal(weight.to(dtype).to(weight.dtype), weight):
-            return weight_format
-    return WeightFormat.FLOAT32
+            return dtype
+    return weight.dtype  # not even itself: it holds what is no number
+
+
+def exact_format(weight: Tensor) -> WeightFormat:
+    """Return the smallest float format that holds each value of `weight`, at most float32, exactly."""
+    return FLOAT_FORMATS[exact_dtype(weight)]
 
 
 class KernelMatrix:
@@ -187,9 +192,9 @@ def _packed_blocks(rows: BlockRows) -> Tensor:
     heads = [_panels(scales).view(torch.uint8) for scales in rows.scales()]  # [panels, K / 32, 2 * 16] each
     if rows.format == WeightFormat.Q8_0:
         numbers = _panels(rows.blocks[:, :, 2:].flatten(1))
-    else:  # eight neighbours in a word, the first one lowest
-        octets = rows.numbers().to(torch.int64).unflatten(2, (-1, 8))
-        words = (octets << torch.arange(0, 32, 4)).sum(-1)
-        numbers = _panels(words.where(words < 2**31, words - 2**32).to(torch.int32).flatten(1)).view(torch.uint8)
+    else:  # eight neighbours in a word, the first one lowest: CPUs with these kernels are little-endian
+        low, high = rows.numbers().unflatten(2, (-1, 2)).unbind(3)
+        words = (low | (high << 4)).view(torch.int32)
+        numbers = _panels(words.flatten(1)).view(torch.uint8)
     body = numbers.flatten(1).unflatten(1, (num_blocks, -1))
     return torch.cat([*heads, body], dim=2).contiguous()

@@ -187,7 +187,7 @@ class GatedMlp:
     def inner(self, x: Tensor) -> Tensor:  # [T, D] -> [T, inner size]
         """Return what `down` is applied to."""
         gate_up = self.gate_up(x)
-        if self._activation == "silu" and can_run(gate_up.device, gate_up.dtype):
+        if self._activation == "silu" and self.gate_up.has_kernel:
             inner: Tensor = torch.ops.dspark.silu_mul(gate_up)
             return inner
         gate, up = gate_up.chunk(2, dim=-1)

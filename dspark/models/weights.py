@@ -227,10 +227,9 @@ class CheckpointTensors:
         except (SafetensorError, OSError, RuntimeError) as error:
             raise CheckpointError(f"tensor {stored_name} in {path} cannot be read: {error}") from error
         if tensor.dtype not in dtypes:
-            kind = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"tensor {stored_name} in {path} is stored as {kind}; quantised weights are not supported, "
-                "use float32, float16 or bfloat16 ones"
+                f"tensor {stored_name} in {path} is stored as {dtype_name(tensor.dtype)}; quantised weights are "
+                "not supported, use float32, float16 or bfloat16 ones"
             )
         return tensor
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from dspark.errors import RequestError
+from dspark.serving.chat_messages import STRICT
 from dspark.structure import Structure
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = STRICT
 
 
 class JsonSchemaFormat(_Model):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import pytest
-import uvicorn
+from byte_engines import live_server
 from fake_engine import FakeEngine
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,9 +15,6 @@ from toys import cycle_rule, make_engine, right_until_proposer
 from web_driver import BROWSER, DRIVER, Page, headless_page
 
 from dspark.engine.engine import Engine
-from dspark.serving.app import create_app
-from dspark.serving.bridge import EngineBridge
-from dspark.serving.server import bind_socket
 
 pytestmark = pytest.mark.skipif(
     DRIVER is None or BROWSER is None, reason="needs chromedriver and Chromium, which are not installed"
@@ -49,22 +44,6 @@ def hostile_engine() -> Engine:
     return make_engine(RULE, 4, words=WORDS, proposer=right_until_proposer(RULE, 4, 1), num_draft_tokens=2)
 
 
-@contextmanager
-def serving(engine: Any, key: str | None = None) -> Iterator[str]:
-    """Serve an engine; yield the URL."""
-    app: Any = create_app(EngineBridge(engine))
-    sock = bind_socket("127.0.0.1", 0)
-    config = uvicorn.Config(app if key is None else AsksForKey(app, key), lifespan="on", log_config=None)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
-
-
 def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -88,7 +67,7 @@ def generate(page: Page, **fields: str) -> None:
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_hostile_answer_stays_text_and_each_token_has_its_origin(page: Page, is_streamed: bool) -> None:
-    with serving(hostile_engine()) as url:
+    with live_server(hostile_engine()) as url:
         page.open(f"{url}/dashboard")
         page.until("return document.getElementById('health').textContent === 'ok'")
         page.run("document.getElementById('stream').checked = arguments[0]", is_streamed)
@@ -115,7 +94,7 @@ def test_a_hostile_answer_stays_text_and_each_token_has_its_origin(page: Page, i
 
 def test_the_stop_button_ends_the_answer_and_its_request(page: Page) -> None:
     engine = FakeEngine(step_s=0.02, max_model_len=100_000)
-    with serving(engine) as url:
+    with live_server(engine) as url:
         page.open(f"{url}/dashboard")
         page.until("return !document.getElementById('go').disabled")
         page.run("document.getElementById('max-tokens').value = 90000; document.getElementById('go').click()")
@@ -132,7 +111,7 @@ def test_the_stop_button_ends_the_answer_and_its_request(page: Page) -> None:
 
 
 def test_a_mistake_is_told_in_the_servers_words(page: Page) -> None:
-    with serving(hostile_engine()) as url:
+    with live_server(hostile_engine()) as url:
         page.open(f"{url}/dashboard")
         page.until("return !document.getElementById('go').disabled")
         generate(page, max_tokens="0")
@@ -140,7 +119,7 @@ def test_a_mistake_is_told_in_the_servers_words(page: Page) -> None:
 
 
 def test_the_key_is_asked_for_kept_in_the_tab_and_sent_with_data_and_playground(page: Page) -> None:
-    with serving(hostile_engine(), key="s3cret") as url:
+    with live_server(hostile_engine(), wrap=partial(AsksForKey, key="s3cret")) as url:
         page.open(f"{url}/dashboard")
         page.until("return !document.getElementById('key-panel').hidden")
         for key in ("wrong", "s3cret"):
